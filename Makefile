@@ -1,0 +1,95 @@
+# make demo    decode a batch of mixed lengths, checked, with a picture of its schedule
+# make test    every test that this machine can run
+# make lint    style, types, and whether README's tables match the result files
+# make bench   measure all operators on this machine's GPU
+# make docs    build the documentation into site/
+# make clean   remove environments and outputs
+#
+# Each sets up what it needs in $(VENV). To use a Python that has torch and triton already (a GPU machine without
+# a network), name it and leave VENV empty: make test PYTHON=python3 VENV=
+
+PYTHON ?= python3
+VENV ?= .venv
+
+# The lowest and the highest Triton that is supported. The second one is for compile tests only.
+TORCH := 2.13.0
+TRITON_MIN := 3.6.0
+TRITON_MAX := 3.8.0
+
+# Tests run in parallel on CPU cores; on a GPU one after the other, so that memory and timings stay their own.
+GPU := $(shell command -v nvidia-smi 2>/dev/null)
+WORKERS ?= $(if $(GPU),0,$(shell nproc 2>/dev/null || echo 1))
+PYTEST_ARGS ?=
+
+ifeq ($(strip $(VENV)),)
+RUN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
+SETUP :=
+SECOND_TRITON :=
+else
+RUN := $(VENV)/bin/python
+SETUP := $(VENV)/.stamp-dev
+SECOND_TRITON := .triton/$(TRITON_MAX)/.stamp
+endif
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench tables docs triton-max clean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+setup: $(SETUP)
+
+demo: $(SETUP)
+	$(RUN) -m hpc demo
+
+# With a GPU the kernels of this process are compiled ones; the interpreted ones get a process of their own.
+test: $(SETUP) $(SECOND_TRITON)
+	$(if $(GPU),TRITON_INTERPRET=1 $(RUN) -m pytest -m interpret)
+	$(RUN) -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) $(PYTEST_ARGS)
+
+lint: $(SETUP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) tools/readme_tables.py --check
+
+format: $(SETUP)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: $(SETUP)
+	$(RUN) -m hpc bench --save
+	$(RUN) tools/readme_tables.py
+
+tables: $(SETUP)
+	$(RUN) tools/readme_tables.py
+
+docs: $(VENV)/.stamp-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --site-dir site
+
+triton-max: .triton/$(TRITON_MAX)/.stamp
+
+clean:
+	rm -rf .venv .triton site build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# Triton is installed around pip's resolver, before and after: a CUDA build of torch asks for one exact version of it,
+# and the tests want the lowest that is supported.
+$(VENV)/.stamp-dev: pyproject.toml constraints/dev.txt Makefile
+	@echo "Setting up $(VENV): torch $(TORCH), triton $(TRITON_MIN) and the tools. This takes some minutes the first time."
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch==$(TORCH)
+	$(PIP) --no-deps triton==$(TRITON_MIN)
+	$(PIP) -c constraints/dev.txt -e '.[test,bench,lint]'
+	$(PIP) --no-deps triton==$(TRITON_MIN)
+	touch $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-dev
+	$(PIP) -c constraints/dev.txt -e '.[docs]'
+	touch $@
+
+.triton/$(TRITON_MAX)/.stamp: $(SETUP)
+	@echo "Fetching triton $(TRITON_MAX) for the compile tests."
+	test -d .triton/$(TRITON_MAX)/triton || $(PIP) --no-deps --target .triton/$(TRITON_MAX) triton==$(TRITON_MAX)
+	touch $@

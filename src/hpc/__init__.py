@@ -1,0 +1,74 @@
+"""Operators for LLM inference on NVIDIA Hopper, in Triton and Gluon.
+
+The public functions are plain Python functions, listed in one table below and loaded on first use. So
+`import hpc` reads no GPU, imports neither torch nor triton, and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hpc._version import __version__
+
+if TYPE_CHECKING:  # for editors and type checkers; at run time the table below decides
+    from hpc.attention import (
+        assign_attention_decode_task,
+        attention_decode_bf16,
+        attention_decode_fp8,
+        get_attention_decode_scratch_size,
+        get_attention_decode_task_workspace,
+        print_attention_decode_task,
+    )
+    from hpc.common.quant import QuantType
+    from hpc.common.warmup import warmup
+
+    __built_json__: str
+
+# Public name -> the module that holds it.
+_PUBLIC: dict[str, str] = {
+    "QuantType": "hpc.common.quant",
+    "assign_attention_decode_task": "hpc.attention",
+    "attention_decode_bf16": "hpc.attention",
+    "attention_decode_fp8": "hpc.attention",
+    "get_attention_decode_scratch_size": "hpc.attention",
+    "get_attention_decode_task_workspace": "hpc.attention",
+    "print_attention_decode_task": "hpc.attention",
+    "warmup": "hpc.common.warmup",
+}
+
+# Submodules that can be reached as attributes without an import of their own.
+_MODULES = ("attention", "bench", "common", "testing")
+
+__all__ = [
+    "QuantType",
+    "__built_json__",
+    "__version__",
+    "assign_attention_decode_task",
+    "attention_decode_bf16",
+    "attention_decode_fp8",
+    "get_attention_decode_scratch_size",
+    "get_attention_decode_task_workspace",
+    "print_attention_decode_task",
+    "warmup",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"hpc.{name}")
+    from hpc.common import env
+
+    if name == "__built_json__":
+        return env.built_json()
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'hpc' has no attribute {name!r}")
+    env.require_versions()
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC, *_MODULES, "__built_json__"})

@@ -1,0 +1,1 @@
+"""Paged decode attention with a schedule built on the device."""

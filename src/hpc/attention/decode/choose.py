@@ -1,0 +1,137 @@
+"""What a decode call is (`Key`), how it may be run (`Plan`), and the analytic choice between plans.
+
+Pure Python on integers and flags; nothing here touches a tensor or a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TMA_HEAD_DIMS = (64, 128, 256)
+TMA_PAGE_SIZES = (16, 32, 64, 128, 256)
+SHARED_MEMORY = 227 * 1024  # bytes a CTA of SM90 may use
+
+
+@dataclass(frozen=True)
+class Key:
+    """Everything about a call that may change its plan."""
+
+    sm90: bool
+    sms: int
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    page_size: int
+    max_pages: int
+    num_new_tokens: int
+    quant_type: int  # -1 for BF16 caches
+    window: bool = False
+    logit_cap: bool = False
+    sinks: bool = False
+    return_lse: bool = False
+    dynamic: bool = True
+    new_kv_included: bool = True
+    splitk: bool = True
+    batch_invariant: bool = False
+    tma: bool = True  # base addresses and strides of the caches are multiples of 16 bytes
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows a kv head: new tokens times heads of the group."""
+        return self.num_new_tokens * self.group
+
+    @property
+    def fp8(self) -> bool:
+        return self.quant_type >= 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a call. `ctas_per_sm` also picks the schedule variant of the task map."""
+
+    backend: Literal["sm90", "portable"]
+    ctas_per_sm: int
+    block_rows: int
+    warps_tok: int
+    warps_row: int
+    stages: int
+    max_registers: int | None = None
+    num_splits: int = 1
+    min_chunk: int = 1
+
+    @property
+    def variant(self) -> int:
+        return self.ctas_per_sm - 1
+
+
+def is_legal(plan: Plan, key: Key) -> str | None:
+    """None if the plan can run the call, else the reason why not."""
+    if not 1 <= plan.ctas_per_sm <= 4:
+        return "the task map holds schedules for 1 to 4 CTAs a multiprocessor"
+    if plan.backend == "portable":
+        return None if plan.block_rows in (16, 32, 64) else "portable kernels take 16, 32 or 64 rows a CTA"
+    if not key.sm90:
+        return "the Gluon kernel needs compute capability 9.0"
+    if key.head_dim not in TMA_HEAD_DIMS or key.v_dim not in TMA_HEAD_DIMS:
+        return "the Gluon kernel takes head dims 64, 128 and 256"
+    if key.page_size not in TMA_PAGE_SIZES:
+        return "the Gluon kernel takes pages of 16 to 256 tokens"
+    if key.quant_type == 0:
+        return "scales per token are read by the portable kernel only"
+    if not key.tma:
+        return "TMA needs caches whose address and strides are multiples of 16 bytes"
+    if plan.block_rows // plan.warps_row % 8 or 64 // plan.warps_tok % 16:
+        return "a warp takes multiples of 8 rows and of 16 tokens"
+    if stage_bytes(key) * plan.stages + 10 * 1024 > SHARED_MEMORY:
+        return "the stages do not fit shared memory"
+    return None
+
+
+def stage_bytes(key: Key) -> int:
+    """Shared memory of one 64-token tile of K and V."""
+    return 64 * (key.head_dim + key.v_dim) * (1 if key.fp8 else 2)
+
+
+def choose(key: Key) -> Plan:
+    """The analytic choice."""
+    plan = _sm90_plan(key)
+    return plan if is_legal(plan, key) is None else _portable_plan(key)
+
+
+def _sm90_plan(key: Key) -> Plan:
+    rows = min(32, max(8, 1 << (key.rows - 1).bit_length()))
+    # Eight rows a warp keep the accumulators at D x 8 fp32 a warp; more rows are spread over more warps.
+    warps_row = rows // 8
+    warps_tok = 2 if rows == 32 else 4
+    warps = warps_tok * warps_row
+    ctas = 2 if warps == 4 else 1
+    stages = max(2, min(6, (SHARED_MEMORY // ctas - 10 * 1024) // stage_bytes(key)))
+    splits, chunk = static_split(key, ctas)
+    return Plan("sm90", ctas, rows, warps_tok, warps_row, stages, None, splits, chunk)
+
+
+def _portable_plan(key: Key) -> Plan:
+    rows = 16 if key.rows <= 16 else 32 if key.rows <= 32 or max(key.head_dim, key.v_dim) > 128 else 64
+    splits, chunk = static_split(key, 2)
+    return Plan("portable", 2, rows, 4, 1, 2, None, splits, chunk)
+
+
+def static_split(key: Key, ctas_per_sm: int) -> tuple[int, int]:
+    """(chunks a request at most, tiles a chunk at least) of the static path, from shapes alone.
+
+    Enough chunks that the batch fills the machine four times over (lengths are unknown here, most chunks of a mixed
+    batch are empty), at most 64; a batch-invariant call splits by the request's own length only.
+    """
+    if not key.splitk:
+        return 1, 1
+    if key.batch_invariant:
+        return 32, 8
+    wanted = -(-4 * key.sms * ctas_per_sm // max(1, key.batch * key.kv_heads))
+    return max(1, min(64, wanted)), 8

@@ -1,0 +1,720 @@
+"""Paged decode attention for SM90 in Gluon.
+
+Grid: (bins * KV_HEADS * ROW_BLOCKS), kv head and row block fastest, so that all heads of the same tokens run side by
+side. One CTA drains its bin of 64-token tiles in order, across request boundaries, without emptying the pipeline.
+
+Per tile, with tokens on the M side of `mma.sync` m16n8k16 and query rows on the N side (a group of 8 heads needs no
+padding), for the tokens of each of WT warp groups:
+
+    S[tok, r]  = sum_d K[tok, d] Q[r, d]            K by ldmatrix, Q^T held in registers for the whole request
+    m', l', a  = online softmax in base 2 over the warp's own tokens: no cross-warp traffic in the loop
+    O[d, r]    = a O[d, r] + sum_tok V[tok, d] P[tok, r]     V by ldmatrix.trans, P 16-bit in registers
+
+Warp groups merge (m, l, O) once at the end of a request. e4m3 K and V are viewed in shared memory as int16 pairs:
+one `prmt` and two `cvt` turn a pair into two exact f16 values, even elements multiply even, odd multiply odd.
+
+K and V arrive by TMA from the cache as it is, rank 4 [page, token, head, d] with any strides, in boxes of
+min(P, 64) tokens by 128 bytes. TMA clips coordinates, so no page id can reach outside the cache.
+
+Tiles without this step's tokens are fetched before `griddepcontrol.wait`: the preceding kernels of a step write the
+last S rows of a request, never older pages. Hence the rule of this operator: KV rows older than the last S tokens,
+the block table, the lengths and the task map must not be written by a kernel that releases its dependents early.
+"""
+
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from hpc.attention.decode import plan
+from hpc.common.gluon import (
+    barrier,
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    pdl_launch,
+    pdl_wait,
+    split_e4m3_pairs,
+    tma_load,
+)
+
+_TILE = gl.constexpr(plan.TILE)
+_ENTRY = gl.constexpr(plan.ENTRY_WORDS)
+_LOG2E = gl.constexpr(1.4426950408889634)
+_M_INIT = gl.constexpr(-1.0e30)  # finite, so that a row without visible keys keeps p = exp2(-inf - m) = 0
+
+
+@gluon.jit
+def _tiles(length, S: gl.constexpr, window, WINDOW: gl.constexpr):
+    """First and past-the-end tile of a request, as `plan.tile_range`."""
+    lo = 0
+    if WINDOW:
+        lo = gl.maximum(length - (S - 1) - window, 0) // _TILE
+    return lo, gl.maximum((length + (_TILE - 1)) // _TILE, lo + 1)
+
+
+@gluon.jit
+def _length(seq_ptr, b, batch, extra):
+    return gl.maximum(gl.load(seq_ptr + b, mask=b < batch, other=0) + extra, 0)
+
+
+@gluon.jit
+def _page_ids(block_ptr, stride_block, b, t, end, C: gl.constexpr):
+    """Page ids of the NP boxes of the step at tile t; entries of boxes without tokens below `end` are not read."""
+    row = block_ptr + b.to(gl.int64) * stride_block
+    pages = ()
+    NP: gl.constexpr = C.NP
+    for j in gl.static_range(NP):
+        token = t * _TILE + j * C.PB
+        pages = pages + (gl.load(row + token // C.P, mask=token < end, other=0),)
+    return pages
+
+
+@gluon.jit
+def _fetch(k_desc, v_desc, kbuf, vbuf, bar, stage, pages, h, t, C: gl.constexpr):
+    """Start the copies of the step at tile t into `stage`. Boxes without live tokens read page 0; they are masked."""
+    NP: gl.constexpr = C.NP
+    KH: gl.constexpr = C.KH
+    VH: gl.constexpr = C.VH
+    mbarrier.expect(bar, NP * C.PB * (KH * C.DBK + VH * C.DBV) * C.BYTES)
+    for j in gl.static_range(NP):
+        offset = (t * _TILE + j * C.PB) % C.P
+        for half in gl.static_range(KH):
+            tma_load(k_desc, [pages[j], offset, h, half * C.DBK], bar, kbuf.index((stage * KH + half) * NP + j))
+        for half in gl.static_range(VH):
+            tma_load(v_desc, [pages[j], offset, h, half * C.DBV], bar, vbuf.index((stage * VH + half) * NP + j))
+
+
+@gluon.jit
+def _end(length, hi, max_tokens):
+    """Past-the-end token of a chunk that stops at tile `hi`."""
+    return gl.minimum(gl.minimum(length, max_tokens), hi * _TILE)
+
+
+@gluon.jit
+def _first_work(map_ptr, seq_ptr, batch, extra, max_tokens, n_bins, sig, window, num_splits, min_chunk, g,
+                C: gl.constexpr):  # fmt: skip
+    """(request, tile, last request, its past-the-end tile or 0 for none, length of the first, whole, map is ours)."""
+    if C.STATIC:
+        b = g // num_splits
+        length = gl.minimum(_length(seq_ptr, b, batch, extra), max_tokens)
+        lo, full = _tiles(length, C.S, window, C.WINDOW)
+        chunk = gl.maximum((full - lo + num_splits - 1) // num_splits, min_chunk)
+        t = lo + (g % num_splits) * chunk
+        b_end = b
+        t_end = gl.where(t < full, gl.minimum(t + chunk, full), 0)
+        ours = batch > 0
+    else:
+        entry = map_ptr + g * _ENTRY
+        ours = gl.load(entry) == sig
+        b = gl.load(entry + 1)
+        t = gl.load(entry + 2)
+        b_end = gl.load(entry + 3)
+        t_end = gl.load(entry + 4)
+        length = gl.load(entry + 5)
+        if not ours:
+            b = batch
+            b_end = batch
+            t_end = 0
+    return b, t, b_end, t_end, length, ours
+
+
+@gluon.jit
+def _producer(k_desc, v_desc, kbuf, vbuf, full_bars, empty_bars, block_ptr, seq_ptr, map_ptr, batch, extra, max_tokens,
+              n_bins, sig, window, num_splits, min_chunk, stride_block, C: gl.constexpr):  # fmt: skip
+    """One warp that walks the bin's steps and keeps STAGES of them in flight, across requests."""
+    pid = gl.program_id(0)
+    h = pid % (C.HKV * C.RB) % C.HKV
+    g = pid // (C.HKV * C.RB)
+    b, t, b_end, t_end, length, ours = _first_work(
+        map_ptr, seq_ptr, batch, extra, max_tokens, n_bins, sig, window, num_splits, min_chunk, g, C
+    )
+    lo, full = _tiles(length, C.S, window, C.WINDOW)
+    hi = gl.where(b < b_end, full, t_end)
+    alive = (b < b_end) | (t_end > 0)
+    next_length = _length(seq_ptr, b + 1, batch, extra)
+    pages = _page_ids(block_ptr, stride_block, b, t, gl.where(alive, _end(length, hi, max_tokens), 0), C)
+    stage = 0
+    phase = 1
+    waited = False
+    while alive:
+        if not waited:
+            # Old tiles start before the preceding kernel ends; rows of this step's tokens only after it.
+            if (not C.PREFETCH) | (t * _TILE + C.STEP > length - C.S) | (phase == 0):
+                pdl_wait(C.PDL)
+                waited = True
+        mbarrier.wait(empty_bars.index(stage), phase)
+        _fetch(k_desc, v_desc, kbuf, vbuf, full_bars.index(stage), stage, pages, h, t, C)
+        stage += 1
+        if stage == C.STAGES:
+            stage = 0
+            phase ^= 1
+        t += C.STEP // _TILE
+        if t >= hi:
+            b += 1
+            length = next_length
+            lo, full = _tiles(length, C.S, window, C.WINDOW)
+            t = lo
+            hi = gl.where(b < b_end, full, t_end)
+            alive = (b < b_end) | ((b == b_end) & (t_end > 0))
+            next_length = _length(seq_ptr, b + 1, batch, extra)
+        pages = _page_ids(block_ptr, stride_block, b, t, gl.where(alive, _end(length, hi, max_tokens), 0), C)
+
+
+@gluon.jit
+def _load_q(q_ptr, qs_ptr, b, h, row0, stride_q_tok, stride_q_head, stride_qs_tok, stride_qs_head, ok,
+            LB: gl.constexpr, LR: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Q^T as B operands, one [WT, DP, R] piece for each 128-byte half of a row (e4m3: int16 pairs), and its scales."""
+    KH: gl.constexpr = C.KH
+    d = gl.expand_dims(gl.expand_dims(gl.arange(0, C.DPK, gl.SliceLayout(0, gl.SliceLayout(2, LB))), 0), 2)
+    r = gl.expand_dims(gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, gl.SliceLayout(1, LB))), 0), 1) + row0
+    w = gl.expand_dims(gl.expand_dims(gl.arange(0, C.WT, gl.SliceLayout(1, gl.SliceLayout(2, LB))), 1), 2)
+    base = q_ptr + (b * C.S).to(gl.int64) * stride_q_tok
+    off = (r // C.G) * stride_q_tok + (h * C.G + r % C.G) * stride_q_head + d + w * 0
+    mask = (r < C.ROWS) & (off >= 0) & ok
+    pieces = ()
+    for half in gl.static_range(KH):
+        pieces = pieces + (gl.load(base + off + half * C.DPK, mask=mask, other=0),)
+    if C.FP8:
+        rr = gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, LR)), 0) + row0
+        ww = gl.expand_dims(gl.arange(0, C.WT, gl.SliceLayout(1, LR)), 1)
+        qs_base = qs_ptr + (b * C.S).to(gl.int64) * stride_qs_tok
+        qs_off = (rr // C.G) * stride_qs_tok + (h * C.G + rr % C.G) * stride_qs_head + ww * 0
+        scale = gl.load(qs_base + qs_off, mask=(rr < C.ROWS) & (ww >= 0) & ok, other=0.0)
+    else:
+        scale = gl.full([C.WT, C.R], 1.0, gl.float32, LR)
+    return pieces, scale
+
+
+@gluon.jit
+def _scores(kview, stage, q, LA: gl.constexpr, MMA: gl.constexpr, C: gl.constexpr):
+    """S = K Q^T for one step, [WT, STEP // WT, R], in two chains of products: half the latency of one."""
+    KH: gl.constexpr = C.KH
+    s0 = gl.full([C.WT, C.STEP // C.WT, C.R], 0.0, gl.float32, MMA)
+    s1 = gl.full([C.WT, C.STEP // C.WT, C.R], 0.0, gl.float32, MMA)
+    for half in gl.static_range(KH):
+        k = kview.index(stage * KH + half).load(LA)
+        if C.FP8:
+            k_even, k_odd = split_e4m3_pairs(k)
+            s0 = mma_v2(k_even, q[2 * half], s0)
+            s1 = mma_v2(k_odd, q[2 * half + 1], s1)
+        else:
+            if half % 2 == 0:
+                s0 = mma_v2(k, q[half], s0)
+            else:
+                s1 = mma_v2(k, q[half], s1)
+    return s0 + s1
+
+
+@gluon.jit
+def _split_q(pieces, C: gl.constexpr):
+    """e4m3 pairs to their even and odd f16 operands; BF16 pieces as they are."""
+    KH: gl.constexpr = C.KH
+    out = ()
+    for half in gl.static_range(KH):
+        if C.FP8:
+            even, odd = split_e4m3_pairs(pieces[half])
+            out = out + (even, odd)
+        else:
+            out = out + (pieces[half],)
+    return out
+
+
+@gluon.jit
+def _zero_dead(vview, stage, live, C: gl.constexpr):
+    """Zero the rows from `live` on of the V tile in shared memory: whatever they hold, 0 * V must be 0.
+
+    In place, because a select on the operands would cost two instructions a register on every tile.
+    """
+    VH: gl.constexpr = C.VH
+    tok = gl.expand_dims(gl.expand_dims(gl.arange(0, C.STEP // C.WT, gl.SliceLayout(0, gl.SliceLayout(2, C.PATCH))), 0), 2)
+    grp = gl.expand_dims(gl.expand_dims(gl.arange(0, C.WT, gl.SliceLayout(1, gl.SliceLayout(2, C.PATCH))), 1), 2)
+    keep = tok + grp * (C.STEP // C.WT) < live
+    for half in gl.static_range(VH):
+        tile = vview.index(stage * VH + half)
+        v = tile.load(C.PATCH)
+        tile.store(gl.where(keep, v, gl.zeros_like(v)))
+    fence_async_shared()
+
+
+@gluon.jit
+def _mask_scores(s, n0, length, end, row0, window, MMA: gl.constexpr, C: gl.constexpr):
+    """-inf where a row must not see a key: row i of S sees keys j with limit - window <= j < limit = L - S + 1 + i."""
+    tok = gl.expand_dims(gl.expand_dims(gl.arange(0, C.STEP // C.WT, gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0), 2)
+    grp = gl.expand_dims(gl.expand_dims(gl.arange(0, C.WT, gl.SliceLayout(1, gl.SliceLayout(2, MMA))), 1), 2)
+    row = gl.expand_dims(gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, gl.SliceLayout(1, MMA))), 0), 1)
+    key = tok + grp * (C.STEP // C.WT) + n0
+    limit = (row + row0) // C.G + (length - (C.S - 1))
+    seen = key < gl.minimum(limit, end)
+    if C.WINDOW:
+        seen = seen & (key >= limit - window)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _add_sink(m, l, sink):
+    """(m, l, factor of the sums) with the sink in the denominator; a row without keys stays without."""
+    m_new = gl.where(l > 0, gl.maximum(m, sink * _LOG2E), m)
+    shrink = gl.exp2(m - m_new)
+    return m_new, gl.where(l > 0, l * shrink + gl.exp2(sink * _LOG2E - m_new), l), shrink
+
+
+@gluon.jit
+def _finish(acc, m, l, b, h, row0, length, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr,
+            stride_o_tok, stride_o_head, num_q_heads, MMA: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Merge the warp groups of a finished request; write its output, or its partial when it has other chunks."""
+    NV: gl.constexpr = C.NV
+    m_all = gl.max(m, 0)
+    weight = gl.exp2(m - gl.expand_dims(m_all, 0))
+    l_all = gl.sum(l * weight, 0)
+    LM: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, MMA))
+    rr = gl.arange(0, C.R, LM) + row0
+    head = h * C.G + rr % C.G
+    if whole:
+        if C.SINKS:
+            sink = gl.load(sinks_ptr + head, mask=rr < C.ROWS, other=float("-inf"))
+            m_all, l_all, shrink = _add_sink(m_all, l_all, sink)
+            weight = weight * gl.expand_dims(shrink, 0)
+        if C.LSE:
+            lse = gl.where(l_all > 0, (m_all + gl.log2(l_all)) / _LOG2E, float("-inf"))
+            gl.store(lse_ptr + (b * C.S + rr // C.G) * num_q_heads + head, lse, mask=rr < C.ROWS)
+        scale = gl.where(l_all > 0, vs / l_all, 0.0)
+    else:
+        ml = ml_ptr + ((slot * C.HKV + h) * C.ROWS + rr) * 2
+        gl.store(ml, m_all, mask=rr < C.ROWS)
+        gl.store(ml + 1, l_all, mask=rr < C.ROWS)
+        scale = gl.full([C.R], 1.0, gl.float32, LM)
+    # Through shared memory to a layout where the groups of an element meet in one thread.
+    scale = gl.convert_layout(scale, gl.SliceLayout(0, gl.SliceLayout(0, C.MERGE)))
+    i = gl.expand_dims(gl.arange(0, C.DPV, gl.SliceLayout(1, gl.SliceLayout(0, C.MERGE))), 1)
+    r = gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, gl.SliceLayout(0, C.MERGE))), 0) + row0
+    mask = (r < C.ROWS) & (i >= 0)
+    out = o_ptr + (b * C.S).to(gl.int64) * stride_o_tok
+    out = out + (r // C.G) * stride_o_tok + (h * C.G + r % C.G) * stride_o_head
+    part = part_ptr + ((slot * C.HKV + h) * C.ROWS + r) * C.DV
+    weight = gl.expand_dims(weight, 1)
+    for piece in gl.static_range(NV):
+        o = gl.sum(gl.convert_layout(acc[piece] * weight, C.MERGE), 0) * gl.expand_dims(scale, 0)
+        if C.FP8:
+            d = i * 2 + (piece // 2) * C.DBV + piece % 2
+        else:
+            d = i + piece * C.DBV
+        if whole:
+            gl.store(out + d, o.to(gl.bfloat16), mask=mask)
+        else:
+            gl.store(part + d, o, mask=mask)
+
+
+@gluon.jit
+def _gather(part_ptr, ml_ptr, g0, first, stride, count, h, row0, C: gl.constexpr):
+    """Merge `count` partials, chunks first, first + stride, ... of the request begun in bin g0: (m, l, O [R, DV])."""
+    L3: gl.constexpr = C.GATHER
+    LC: gl.constexpr = gl.SliceLayout(2, L3)
+    LV: gl.constexpr = gl.SliceLayout(0, L3)
+    LM: gl.constexpr = gl.SliceLayout(1, LV)
+    r = gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, LC)), 0) + row0
+    d = gl.expand_dims(gl.expand_dims(gl.arange(0, C.DV, gl.SliceLayout(0, LV)), 0), 0)
+    m = gl.full([C.R], _M_INIT, gl.float32, LM)
+    l = gl.full([C.R], 0.0, gl.float32, LM)
+    acc = gl.full([C.R, C.DV], 0.0, gl.float32, LV)
+    for i0 in range(0, count, C.GATHER_CHUNKS):
+        i = gl.expand_dims(gl.arange(0, C.GATHER_CHUNKS, gl.SliceLayout(1, LC)), 1) + i0
+        c = first + i * stride
+        slot = 2 * (g0 + c) + gl.where(c == 0, 1, 0)
+        row = (slot * C.HKV + h) * C.ROWS + r
+        mask = (i < count) & (r < C.ROWS)
+        # From the L2: other SMs wrote these in this launch.
+        m_c = gl.load(ml_ptr + row * 2, mask=mask, other=_M_INIT, cache_modifier=".cg")
+        l_c = gl.load(ml_ptr + row * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        offs = gl.expand_dims(row, 2) * C.DV + d
+        o_c = gl.load(part_ptr + offs, mask=gl.expand_dims(mask, 2) & (d >= 0), other=0.0, cache_modifier=".cg")
+        m_new = gl.maximum(m, gl.convert_layout(gl.max(m_c, 0), LM))
+        keep = gl.exp2(m - m_new)
+        weight = gl.exp2(m_c - gl.expand_dims(gl.convert_layout(m_new, gl.SliceLayout(0, LC)), 0))
+        l = l * keep + gl.convert_layout(gl.sum(l_c * weight, 0), LM)
+        acc = acc * gl.expand_dims(keep, 1) + gl.sum(o_c * gl.expand_dims(weight, 2), 0)
+        m = m_new
+    return m, l, acc
+
+
+@gluon.jit
+def _arrive_last(count_ptr, expected):
+    """Count this CTA in; True for the last of `expected`, which leaves the counter at zero again."""
+    barrier()
+    last = gl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
+    if last:
+        gl.store(count_ptr, 0)
+    barrier()
+    return last
+
+
+@gluon.jit
+def _merge_last(j, g0, n_chunks, b, h, hr, row0, n_bins, o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr, vs, sinks_ptr,
+                stride_o_tok, stride_o_head, num_q_heads, C: gl.constexpr):  # fmt: skip
+    """The CTA that finishes the last chunk of a request merges all; many chunks in two levels of FAN.
+
+    Chunks are summed by index, whoever comes last, so equal inputs give equal bits.
+    """
+    LV: gl.constexpr = gl.SliceLayout(0, C.GATHER)
+    LM: gl.constexpr = gl.SliceLayout(1, LV)
+    group = j // C.FAN
+    in_group = gl.minimum(C.FAN, n_chunks - group * C.FAN)
+    groups = (n_chunks + C.FAN - 1) // C.FAN
+    counter = count_ptr + (g0 + group * C.FAN) * (C.HKV * C.RB) + hr
+    if _arrive_last(counter, in_group):
+        m, l, acc = _gather(part_ptr, ml_ptr, g0, group * C.FAN, 1, in_group, h, row0, C)
+        r = gl.arange(0, C.R, LM) + row0
+        d = gl.expand_dims(gl.arange(0, C.DV, gl.SliceLayout(0, LV)), 0)
+        rr = gl.expand_dims(r, 1)
+        done = groups == 1
+        if groups > 1:
+            # This group's sum takes the place of its first chunk.
+            first = group * C.FAN
+            slot = 2 * (g0 + first) + gl.where(first == 0, 1, 0)
+            base = (slot * C.HKV + h) * C.ROWS
+            barrier()
+            gl.store(part_ptr + (base + rr) * C.DV + d, acc, mask=(rr < C.ROWS) & (d >= 0))
+            gl.store(ml_ptr + (base + r) * 2, m, mask=r < C.ROWS)
+            gl.store(ml_ptr + (base + r) * 2 + 1, l, mask=r < C.ROWS)
+            top = count_ptr + (n_bins + g0) * (C.HKV * C.RB) + hr
+            done = _arrive_last(top, groups)
+            if done:
+                m, l, acc = _gather(part_ptr, ml_ptr, g0, 0, C.FAN, groups, h, row0, C)
+        if done:
+            head = h * C.G + r % C.G
+            if C.SINKS:
+                sink = gl.load(sinks_ptr + head, mask=r < C.ROWS, other=float("-inf"))
+                m, l, shrink = _add_sink(m, l, sink)
+                acc = acc * gl.expand_dims(shrink, 1)
+            if C.LSE:
+                lse = gl.where(l > 0, (m + gl.log2(l)) / _LOG2E, float("-inf"))
+                gl.store(lse_ptr + (b * C.S + r // C.G) * num_q_heads + head, lse, mask=r < C.ROWS)
+            o = acc * gl.expand_dims(gl.where(l > 0, vs / l, 0.0), 1)
+            out = o_ptr + (b * C.S).to(gl.int64) * stride_o_tok
+            out = out + (rr // C.G) * stride_o_tok + (h * C.G + rr % C.G) * stride_o_head + d
+            gl.store(out, o.to(gl.bfloat16), mask=(rr < C.ROWS) & (d >= 0))
+
+
+@gluon.jit
+def _refuse(g, n_bins, batch, h, row0, o_ptr, stride_o_tok, stride_o_head, C: gl.constexpr):
+    """The task map was built for another call: NaN to every row, loud and in bounds."""
+    LN: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [C.WARPS, 1], [1, 0])
+    r = gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(1, LN)), 1) + row0
+    d = gl.expand_dims(gl.arange(0, C.DV, gl.SliceLayout(0, LN)), 0)
+    for b in range(g, batch, n_bins):
+        out = o_ptr + (b * C.S).to(gl.int64) * stride_o_tok
+        out = out + (r // C.G) * stride_o_tok + (h * C.G + r % C.G) * stride_o_head + d
+        nan = gl.full([C.R, C.DV], float("nan"), gl.bfloat16, LN)
+        gl.store(out, nan, mask=(r < C.ROWS) & (d >= 0))
+
+
+@gluon.jit
+def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr,
+              o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr, batch, extra, max_tokens, n_bins, sig, window, scale, cap,
+              num_splits, min_chunk, num_q_heads, stride_q_tok, stride_q_head, stride_qs_tok, stride_qs_head,
+              stride_o_tok, stride_o_head, C: gl.constexpr):  # fmt: skip
+    """The warps that compute; see the module docstring."""
+    VH: gl.constexpr = C.VH
+    NV: gl.constexpr = C.NV
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WT, 1, C.WR], instr_shape=[1, 16, 8])
+    LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    LB: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    LR: gl.constexpr = gl.SliceLayout(1, MMA)
+    pid = gl.program_id(0)
+    hr = pid % (C.HKV * C.RB)
+    g = pid // (C.HKV * C.RB)
+    h = hr % C.HKV
+    row0 = (hr // C.HKV) * C.R
+    b0, t, b_end, t_end, length, ours = _first_work(
+        map_ptr, seq_ptr, batch, extra, max_tokens, n_bins, sig, window, num_splits, min_chunk, g, C
+    )
+    num_segments = b_end - b0 + gl.where(t_end > 0, 1, 0)
+    next_length = _length(seq_ptr, b0 + 1, batch, extra)
+    # Chunks of the request that this bin begins in, and of the one it leaves unfinished.
+    if C.STATIC:
+        first_g0, first_chunks = g, 0
+        last_chunks = 0
+    else:
+        first_g0 = gl.load(map_ptr + g * _ENTRY + 6)
+        first_chunks = gl.load(map_ptr + g * _ENTRY + 7)
+        last_chunks = gl.load(map_ptr + (g + 1) * _ENTRY + 7, mask=g + 1 < n_bins, other=0)
+    pdl_wait(C.PDL)
+    if not ours:
+        _refuse(g, n_bins, batch, h, row0, o_ptr, stride_o_tok, stride_o_head, C)
+
+    factor = scale * _LOG2E
+    vs = 1.0
+    if C.FP8:
+        factor = factor * gl.load(ks_ptr)
+        vs = gl.load(vs_ptr)
+    if C.CAP:
+        factor = factor * 2.0 / cap
+    stage = 0
+    phase = 0
+    q_raw, q_scale = _load_q(q_ptr, qs_ptr, b0, h, row0, stride_q_tok, stride_q_head, stride_qs_tok, stride_qs_head,
+                             num_segments > 0, LB, LR, C)  # fmt: skip
+    for i in range(num_segments):
+        b = b0 + i
+        q = _split_q(q_raw, C)
+        row_scale = q_scale * factor
+        # The next request's operands travel while this one is worked on.
+        q_raw, q_scale = _load_q(q_ptr, qs_ptr, b + 1, h, row0, stride_q_tok, stride_q_head, stride_qs_tok,
+                                 stride_qs_head, i + 1 < num_segments, LB, LR, C)  # fmt: skip
+        lo, full = _tiles(length, C.S, window, C.WINDOW)
+        t_hi = gl.where(b < b_end, full, t_end)
+        clipped = gl.minimum(length, max_tokens)
+        end = _end(length, t_hi, max_tokens)
+        m = gl.full([C.WT, C.R], _M_INIT, gl.float32, LR)
+        l = gl.full([C.WT, C.STEP // C.WT, C.R], 0.0, gl.float32, MMA)  # summed over tokens at the end
+        acc = ()
+        for piece in gl.static_range(NV):
+            acc = acc + (gl.full([C.WT, C.DPV, C.R], 0.0, gl.float32, MMA),)
+        first_tile = t
+        for tile in range(first_tile, t_hi, C.STEP // _TILE):
+            mbarrier.wait(full_bars.index(stage), phase)
+            n0 = tile * _TILE
+            if n0 + C.STEP > end:
+                _zero_dead(vview, stage, end - n0, C)
+            s = _scores(kview, stage, q, LA, MMA, C)
+            v = ()
+            for half in gl.static_range(VH):
+                v = v + (vview.index(stage * VH + half).permute([0, 2, 1]).load(LA),)
+            mbarrier.arrive(empty_bars.index(stage), count=1)
+            s = s * gl.expand_dims(row_scale, 1)
+            if C.CAP:
+                s = (1.0 - 2.0 / (gl.exp2(s) + 1.0)) * (cap * _LOG2E)
+            edge = n0 + C.STEP > gl.minimum(clipped - (C.S - 1), end)
+            if C.WINDOW:
+                edge = edge | (n0 < length - window)
+            if edge:
+                s = _mask_scores(s, n0, clipped, end, row0, window, MMA, C)
+            m_new = gl.maximum(m, gl.max(s, 1))
+            alpha = gl.expand_dims(gl.exp2(m - m_new), 1)
+            p = gl.exp2(s - gl.expand_dims(m_new, 1))
+            l = l * alpha + p
+            m = m_new
+            p16 = gl.convert_layout(p.to(C.HALF), LB)
+            new = ()
+            for half in gl.static_range(VH):
+                if C.FP8:
+                    v_even, v_odd = split_e4m3_pairs(v[half])
+                    new = new + (mma_v2(v_even, p16, acc[2 * half] * alpha), mma_v2(v_odd, p16, acc[2 * half + 1] * alpha))
+                else:
+                    new = new + (mma_v2(v[half], p16, acc[half] * alpha),)
+            acc = new
+            stage += 1
+            if stage == C.STAGES:
+                stage = 0
+                phase ^= 1
+        if C.STATIC:
+            whole = (first_tile == lo) & (t_hi == full)
+            slot = g
+        else:
+            whole = (first_tile == lo) & (t_hi == full)
+            slot = 2 * g + gl.where(first_tile == lo, 1, 0)
+        _finish(acc, m, gl.sum(l, 1), b, h, row0, length, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr,
+                stride_o_tok, stride_o_head, num_q_heads, MMA, C)  # fmt: skip
+        if C.FUSED:
+            if not whole:
+                begins = first_tile == lo
+                g0 = gl.where(begins, g, first_g0)
+                n_chunks = gl.where(begins, last_chunks, first_chunks)
+                _merge_last(g - g0, g0, n_chunks, b, h, hr, row0, n_bins, o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr,
+                            vs, sinks_ptr, stride_o_tok, stride_o_head, num_q_heads, C)  # fmt: skip
+        length = next_length
+        next_length = _length(seq_ptr, b + 2, batch, extra)
+        lo, full = _tiles(length, C.S, window, C.WINDOW)
+        t = lo
+
+
+@gluon.jit(
+    do_not_specialize=["extra", "max_tokens", "batch", "n_bins", "sig", "window", "stride_block", "num_q_heads",
+                       "stride_qs_tok", "stride_qs_head", "num_splits", "min_chunk"],
+    do_not_specialize_on_alignment=["block_ptr", "seq_ptr", "map_ptr", "count_ptr", "qs_ptr", "ks_ptr", "vs_ptr",
+                                    "sinks_ptr", "lse_ptr"],
+)  # fmt: skip
+def _decode_sm90_kernel(
+    q_ptr, k_desc, v_desc, block_ptr, seq_ptr, map_ptr, count_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr,
+    o_ptr, lse_ptr, part_ptr, ml_ptr,
+    batch, extra, max_tokens, n_bins, sig, window, scale, cap, num_splits, min_chunk, num_q_heads,
+    stride_block, stride_q_tok, stride_q_head, stride_qs_tok, stride_qs_head, stride_o_tok, stride_o_head,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Drain one bin (or, static, one chunk of one request). See the module docstring for formulas and grid.
+
+    q_ptr is int16 for e4m3 (strides in pairs) and BF16 otherwise; k_desc, v_desc are rank-4 TMA descriptors of boxes
+    [1, PB, 1, DB]; `extra` is added to every length; lengths are clipped to max_tokens = max_pages * page_size.
+    `scale` is the softmax scale; part_ptr [slots, HKV, S*G, DV] and ml_ptr [slots, HKV, S*G, 2] as in `merge`;
+    count_ptr int32 counters of the merge inside, zero on entry and on exit.
+    """
+    STAGES: gl.constexpr = C.STAGES
+    kbuf = gl.allocate_shared_memory(C.KV, [C.STAGES * C.KH * C.NP, 1, C.PB, 1, C.DBK], C.K_BOX)
+    vbuf = gl.allocate_shared_memory(C.KV, [C.STAGES * C.VH * C.NP, 1, C.PB, 1, C.DBV], C.V_BOX)
+    kview = kbuf._reinterpret(C.WORD, [C.STAGES * C.KH, C.WT, C.STEP // C.WT, C.DPK], C.K_TILE)
+    vview = vbuf._reinterpret(C.WORD, [C.STAGES * C.VH, C.WT, C.STEP // C.WT, C.DPV], C.V_TILE)
+    full_bars = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+    empty_bars = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full_bars.index(i), count=1)
+        mbarrier.init(empty_bars.index(i), count=1)
+    fence_async_shared()
+    pdl_launch(C.PDL)
+    gl.warp_specialize(
+        [
+            (_consumer, (kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr,
+                         o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr, batch, extra, max_tokens, n_bins, sig, window,
+                         scale, cap, num_splits, min_chunk, num_q_heads, stride_q_tok, stride_q_head, stride_qs_tok,
+                         stride_qs_head, stride_o_tok, stride_o_head, C)),
+            (_producer, (k_desc, v_desc, kbuf, vbuf, full_bars, empty_bars, block_ptr, seq_ptr, map_ptr, batch, extra,
+                         max_tokens, n_bins, sig, window, num_splits, min_chunk, stride_block, C)),
+        ],
+        [1],
+        [C.PRODUCER_REGS],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time facts of one kernel; derived sizes are properties, so the cache key holds only what varies."""
+
+    D: int  # head dim of q and k
+    DV: int  # head dim of v
+    P: int  # page size in tokens
+    G: int  # query heads a kv head
+    S: int  # query tokens a request
+    HKV: int  # kv heads
+    R: int  # query rows of a CTA: 8, 16 or 32
+    WT: int  # warp groups along tokens
+    WR: int  # warp groups along rows
+    STAGES: int
+    FP8: bool
+    STATIC: bool
+    WINDOW: bool
+    CAP: bool
+    SINKS: bool
+    LSE: bool
+    PDL: bool
+    PREFETCH: bool = True  # old tiles before griddepcontrol.wait
+    FUSED: bool = False  # the last CTA of a split request merges its chunks
+    PRODUCER_REGS: int = 40
+    FAN: int = 16  # chunks merged by one CTA
+    GATHER_CHUNKS: int = 4  # chunks loaded at a time
+
+    @property
+    def ROWS(self) -> int:
+        return self.S * self.G
+
+    @property
+    def RB(self) -> int:
+        return -(-self.ROWS // self.R)
+
+    @property
+    def WARPS(self) -> int:
+        return self.WT * self.WR
+
+    @property
+    def BYTES(self) -> int:
+        return 1 if self.FP8 else 2
+
+    @property
+    def STEP(self) -> int:
+        """Tokens of one step of the loop: at least 16 a warp group, the height of the matrix instruction."""
+        return max(plan.TILE, 16 * self.WT)
+
+    @property
+    def PB(self) -> int:
+        """Tokens of a TMA box."""
+        return min(self.P, plan.TILE)
+
+    @property
+    def NP(self) -> int:
+        """Boxes along the tokens of a step."""
+        return self.STEP // self.PB
+
+    @property
+    def DBK(self) -> int:
+        """Elements of a TMA box along the head dim: the 128 bytes of a swizzle span at most."""
+        return min(self.D, 128 // self.BYTES)
+
+    @property
+    def DBV(self) -> int:
+        return min(self.DV, 128 // self.BYTES)
+
+    @property
+    def KH(self) -> int:
+        return self.D // self.DBK
+
+    @property
+    def VH(self) -> int:
+        return self.DV // self.DBV
+
+    @property
+    def DPK(self) -> int:
+        """16-bit words of a box row: e4m3 counts in pairs."""
+        return self.DBK * self.BYTES // 2
+
+    @property
+    def DPV(self) -> int:
+        return self.DBV * self.BYTES // 2
+
+    @property
+    def NV(self) -> int:
+        """Accumulator pieces: even and odd elements apart for e4m3."""
+        return self.VH * (2 if self.FP8 else 1)
+
+    @property
+    def KV(self):
+        return gl.float8e4nv if self.FP8 else gl.bfloat16
+
+    @property
+    def WORD(self):
+        return gl.int16 if self.FP8 else gl.bfloat16
+
+    @property
+    def HALF(self):
+        return gl.float16 if self.FP8 else gl.bfloat16
+
+    @property
+    def K_BOX(self):
+        return gl.NVMMASharedLayout(self.DBK * self.BYTES, 8 * self.BYTES, rank=4)
+
+    @property
+    def V_BOX(self):
+        return gl.NVMMASharedLayout(self.DBV * self.BYTES, 8 * self.BYTES, rank=4)
+
+    @property
+    def K_TILE(self):
+        return gl.NVMMASharedLayout(self.DBK * self.BYTES, 16, rank=3)
+
+    @property
+    def V_TILE(self):
+        return gl.NVMMASharedLayout(self.DBV * self.BYTES, 16, rank=3)
+
+    @property
+    def MERGE(self):
+        """[WT, DPV, R] with all warp groups of an element in one thread, and the threads spread over the elements."""
+        per_thread = max(1, self.DPV * self.R // (32 * self.WARPS))
+        along_d = self.DPV // per_thread
+        lanes_d = min(32, along_d)
+        lanes_r = 32 // lanes_d
+        warps_r = max(1, min(self.WARPS, self.R // lanes_r))
+        return gl.BlockedLayout(
+            [self.WT, per_thread, 1], [1, lanes_d, lanes_r], [1, self.WARPS // warps_r, warps_r], [1, 2, 0]
+        )
+
+    @property
+    def GATHER(self):
+        """[chunks, R, DV] for the merge: a thread holds all chunks of its elements, 16-byte loads along DV."""
+        along_d = min(32, self.DV // 4)
+        lanes_r = 32 // along_d
+        warps_r = max(1, min(self.WARPS, self.R // lanes_r))
+        per_r = max(1, self.R // (lanes_r * warps_r))
+        return gl.BlockedLayout(
+            [self.GATHER_CHUNKS, per_r, 4], [1, lanes_r, along_d], [1, warps_r, self.WARPS // warps_r], [2, 1, 0]
+        )
+
+    @property
+    def PATCH(self):
+        """[WT, tokens, DPV] words of a V tile, for rewriting it."""
+        lanes_d = min(32, self.DPV // 2)
+        return gl.BlockedLayout([1, 1, 2], [1, 32 // lanes_d, lanes_d], [self.WT, self.WR, 1], [2, 1, 0])

@@ -1,0 +1,1 @@
+"""Other libraries' implementations, as optional providers. None of them is ever a dependency."""

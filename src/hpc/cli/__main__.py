@@ -1,0 +1,5 @@
+"""`python -m hpc.cli` is `hpc`."""
+
+from hpc.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""The only code that operators share: checks, errors, device facts, the registry, launch helpers."""

@@ -1,0 +1,51 @@
+"""Small Triton functions that several kernels share. All of them run on a GPU and in Triton's interpreter.
+
+The interpreter truncates fp32 to bf16 and knows no e4m3 arithmetic, so conversions that must be right on a CPU are
+spelled in integers here; the constexpr ``INTERPRET`` removes them from what a GPU runs.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait until the preceding kernel of the stream has finished and its writes are visible (SM90 and later).
+
+    Belongs once, at the top of a kernel, before the first load of anything another kernel wrote.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def pdl_launch(PDL: tl.constexpr):
+    """Let the next kernel of the stream start early; it must call ``pdl_wait`` before it reads our results."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def round_to_bf16(x):
+    """fp32 rounded to the nearest bf16 value (ties to even), as fp32. NaN stays NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) & 0xFFFF0000
+    return tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_bf16(x, INTERPRET: tl.constexpr):
+    """fp32 to bf16, nearest even."""
+    if INTERPRET:
+        return round_to_bf16(x).to(tl.bfloat16)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def e4m3_bytes_to_fp16(x):
+    """uint8 that holds e4m3 bits to fp16, exactly: shift into place (the exponent bias differs by 8), times 2^8."""
+    bits = x.to(tl.uint16)
+    widened = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    value = widened.to(tl.float16, bitcast=True) * 256.0
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)

@@ -1,0 +1,117 @@
+"""Fill the tables of README.md and of the documentation from the committed result files.
+
+A page holds two comments, `<!-- table:decode -->` and `<!-- /table -->`; what stands between is generated.
+
+    python tools/readme_tables.py            write
+    python tools/readme_tables.py --check    exit with 1 if a page differs from what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from hpc.bench.results import Env, Row, latest, read  # noqa: E402
+from hpc.bench.table import notes, to_markdown  # noqa: E402
+from hpc.common import registry  # noqa: E402
+
+PAGES = ("README.md", "docs", "src")
+MARKED = re.compile(r"(<!-- table:(?P<name>[\w.-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of one operator on one GPU: the cases with `tag`."""
+
+    op: str
+    gpu: str
+    tag: str
+
+
+TABLES = {
+    "decode": Source("attention.decode", "H200", "target"),
+    "decode-all": Source("attention.decode", "H200", "bench"),
+}
+
+
+def rows_of(source: Source, results: Path) -> tuple[list[Env], list[Row]]:
+    """The latest rows of the tagged cases, in the order of the cases, and the runs they come from."""
+    path = results / source.gpu / f"{source.op}.jsonl"
+    if not path.exists():
+        return [], []
+    runs, rows = read(path)
+    order = {case.name: place for place, case in enumerate(registry.get(source.op).cases(source.tag))}
+    chosen = sorted((row for row in latest(rows) if row.case in order), key=lambda row: order[row.case])
+    used = {row.run_id for row in chosen}
+    return [run for run in runs if run.run_id in used], chosen
+
+
+def origin(run: Env) -> str:
+    """One line that says where a run's numbers come from."""
+    commit = f", commit {run.commit[:10]}" if run.commit else ""
+    versions = f"driver {run.driver}, torch {run.torch}, triton {run.triton}, hpc {run.hpc}{commit}"
+    return f"{run.gpu}, {versions}, {(run.date or '')[:10]}"
+
+
+def render(source: Source, results: Path) -> str:
+    """Markdown between the comments."""
+    runs, rows = rows_of(source, results)
+    if not rows:
+        return f"No measurement of {source.op} on {source.gpu} has been recorded yet.\n"
+    text = [to_markdown(rows), *(f"\n{note}.\n" for note in notes(rows))]
+    origins = "; ".join(dict.fromkeys(origin(run) for run in runs))
+    path = f"benchmarks/results/{source.gpu}/{source.op}.jsonl"
+    text.append(
+        f"\nTimes in µs, medians of CUDA-graph replays with cold caches. {origins}. Source: `{path}`.\n"
+    )
+    return "".join(text)
+
+
+def fill(page: str, results: Path) -> str:
+    """The page with every table replaced; KeyError for a table that is not in `TABLES`."""
+
+    def replaced(match: re.Match[str]) -> str:
+        return f"{match[1]}{render(TABLES[match['name']], results)}{match[3]}"
+
+    return MARKED.sub(replaced, page)
+
+
+def pages() -> list[Path]:
+    """Markdown files that may hold tables."""
+    found: list[Path] = []
+    for name in PAGES:
+        path = ROOT / name
+        found += sorted(path.rglob("*.md")) if path.is_dir() else [path]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Fill the tables of README.md and docs from result files.")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a page is out of date"
+    )
+    check = parser.parse_args(arguments).check
+    stale = []
+    for path in pages():
+        before = path.read_text(encoding="utf-8")
+        after = fill(before, ROOT / "benchmarks" / "results")
+        if after == before:
+            continue
+        stale.append(path.relative_to(ROOT))
+        if not check:
+            path.write_text(after, encoding="utf-8")
+    for name in stale:
+        print(f"{name}: tables are out of date; run `make tables`" if check else f"{name}: tables written")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
