@@ -6,25 +6,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time the table below decides
-    from hpc.attention.decode.api import (
+    from hpc.attention.decode.api import attention_decode_bf16, attention_decode_fp8
+    from hpc.attention.decode.api_tasks import (
         assign_attention_decode_task,
-        attention_decode_bf16,
-        attention_decode_fp8,
         get_attention_decode_scratch_size,
         get_attention_decode_task_workspace,
         print_attention_decode_task,
     )
 
 _DECODE = "hpc.attention.decode.api"
+_TASKS = "hpc.attention.decode.api_tasks"
 
 # Public name -> the module that holds it.
 _PUBLIC: dict[str, str] = {
-    "assign_attention_decode_task": _DECODE,
+    "assign_attention_decode_task": _TASKS,
     "attention_decode_bf16": _DECODE,
     "attention_decode_fp8": _DECODE,
-    "get_attention_decode_scratch_size": _DECODE,
-    "get_attention_decode_task_workspace": _DECODE,
-    "print_attention_decode_task": _DECODE,
+    "get_attention_decode_scratch_size": _TASKS,
+    "get_attention_decode_task_workspace": _TASKS,
+    "print_attention_decode_task": _TASKS,
 }
 
 __all__ = [

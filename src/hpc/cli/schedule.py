@@ -40,7 +40,7 @@ def run(
     sms: Annotated[int, typer.Option("--sms", min=1, max=4096, help="SMs of the GPU.")] = 132,
     ctas_per_sm: Annotated[
         int | None,
-        typer.Option("--ctas-per-sm", min=1, max=4, help="CTAs per SM [default: what the kernel uses]."),
+        typer.Option("--ctas-per-sm", min=1, max=2, help="CTAs per SM [default: what the kernel uses]."),
     ] = None,
     static: Annotated[
         bool, typer.Option("--static", help="Draw the static split too, on the same axis.")

@@ -24,6 +24,11 @@ class Kernel:
         self._run: Any = None
         self._args: tuple[Any, ...] = ()
 
+    @property
+    def compiled(self) -> bool:
+        """Whether later calls bypass Triton's argument binder."""
+        return self._run is not None
+
     def __call__(self, grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
         """Launch on `stream` (a raw handle) with all arguments of the kernel in order, compile-time ones included."""
         if self._run is None:

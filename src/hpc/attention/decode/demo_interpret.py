@@ -41,15 +41,17 @@ def assign(inputs: cases.DecodeInputs) -> torch.Tensor:
     task_map = torch.zeros(plan.workspace_words(sms, heads), dtype=torch.int32)
     bins = [plan.num_bins(sms, heads, v) for v in range(plan.NUM_VARIANTS)]
     floors = [plan.floor_tiles(v, MIN_PROCESS_LEN) for v in range(plan.NUM_VARIANTS)]
-    schedule._assign_kernel[(plan.NUM_VARIANTS + 1,)](
-        inputs.cache.seq_lens, task_map, len(lens), 0, 1, 0, _signature(inputs), heads, *bins, *floors,
-        task_map.numel() * 4, WINDOW=False, CUTS=1 << max(bins).bit_length(), REQS=16,
+    counters = plan.counter_words(sms, heads)
+    schedule._assign_kernel[(plan.NUM_VARIANTS + 1 + -(-counters // schedule.CLEAR),)](
+        inputs.seq_lens, task_map, len(lens), 0, 1, 0, _signature(inputs), heads, *bins, *floors,
+        task_map.numel() * 4, counters, WINDOW=False, CUTS=1 << max(bins).bit_length(), REQS=16,
     )  # fmt: skip
     planned = plan.build_task_map(
         lens, sms=sms, num_kv_heads=heads, num_new_tokens=1, sig=_signature(inputs),
         min_process_len=MIN_PROCESS_LEN, max_num_batch=len(lens),
     )  # fmt: skip
-    if task_map[plan.HEADER_WORDS :].tolist() != planned[plan.HEADER_WORDS :]:
+    end = plan.variant_offset(sms, heads, plan.NUM_VARIANTS)
+    if task_map[plan.HEADER_WORDS : end].tolist() != planned[plan.HEADER_WORDS : end]:
         raise RuntimeError("the schedule kernel and the planner disagree")
     return task_map
 
@@ -61,11 +63,11 @@ def attend(inputs: cases.DecodeInputs, task_map: torch.Tensor | None, output: to
     static, fp8, sig = task_map is None, params.dtype == "fp8", _signature(inputs)
     n_bins = batch * STATIC_SPLITS if static else plan.num_bins(demo.INTERPRETED_SMS, heads, 0)
     slots = n_bins if static else 2 * n_bins
-    part = poisoned((slots, heads, group, dim), torch.float32)
-    ml = poisoned((slots, heads, group, 2), torch.float32)
+    scratch = poisoned((slots * heads * group * (2 + dim),), torch.float32)
+    num_ml = slots * heads * group * 2
+    ml, part = scratch[:num_ml], scratch[num_ml:]
     # A pointer that a call does not use may be any tensor.
     bins = ml if task_map is None else task_map[plan.HEADER_WORDS :]
-    merges = ml if task_map is None else bins[n_bins * plan.ENTRY_WORDS :]
     q, k, v = (t.view(torch.uint8) if fp8 else t for t in (inputs.q, cache.kcache, cache.vcache))
     qscale, kscale, vscale = (ml if t is None else t for t in (inputs.qscale, inputs.kscale, inputs.vscale))
     row_blocks = -(-group // BLOCK_ROWS)
@@ -82,9 +84,9 @@ def attend(inputs: cases.DecodeInputs, task_map: torch.Tensor | None, output: to
         NUM_SPLITS=STATIC_SPLITS, MIN_CHUNK=STATIC_MIN_TILES, WIDE=False, STAGES=1, **shared,
     )  # fmt: skip
     merge._merge_kernel[(batch if static else plan.num_merges(batch, n_bins), heads * row_blocks, 1)](
-        part, ml, output, ml, cache.seq_lens, merges, vscale, ml,
-        0, cache.block_ids.shape[1] * params.page_size, sig, 0, STATIC_SPLITS, STATIC_MIN_TILES, row_blocks,
-        output.stride(0), output.stride(1),
+        ml, output, ml, cache.seq_lens, bins, vscale, ml,
+        n_bins * plan.ENTRY_WORDS, num_ml, 0, cache.block_ids.shape[1] * params.page_size, sig, 0, STATIC_SPLITS,
+        STATIC_MIN_TILES, row_blocks, output.stride(0), output.stride(1),
         CHUNKS=8, ROWS=BLOCK_ROWS, DB=dim, VSCALE=1 if fp8 else 0, WINDOW=False, SINKS=False, LSE=False, **shared,
     )  # fmt: skip
 

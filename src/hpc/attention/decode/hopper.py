@@ -21,14 +21,14 @@ last S rows of a request, never older pages. Hence the rule of this operator: KV
 the block table, the lengths and the task map must not be written by a kernel that releases its dependents early.
 """
 
-from dataclasses import dataclass
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from hpc.attention.decode import plan
+from hpc.attention.decode.hopper_config import Config
+from hpc.attention.decode.hopper_merge import M_INIT, add_sink, merge_last
 from hpc.common.gluon import (
-    barrier,
+    TensorDescriptor,
     fence_async_shared,
     mbarrier,
     mma_v2,
@@ -38,10 +38,11 @@ from hpc.common.gluon import (
     tma_load,
 )
 
+__all__ = ["Config", "TensorDescriptor"]
+
 _TILE = gl.constexpr(plan.TILE)
 _ENTRY = gl.constexpr(plan.ENTRY_WORDS)
 _LOG2E = gl.constexpr(1.4426950408889634)
-_M_INIT = gl.constexpr(-1.0e30)  # finite, so that a row without visible keys keeps p = exp2(-inf - m) = 0
 
 
 @gluon.jit
@@ -252,14 +253,6 @@ def _mask_scores(s, n0, length, end, row0, window, MMA: gl.constexpr, C: gl.cons
 
 
 @gluon.jit
-def _add_sink(m, l, sink):
-    """(m, l, factor of the sums) with the sink in the denominator; a row without keys stays without."""
-    m_new = gl.where(l > 0, gl.maximum(m, sink * _LOG2E), m)
-    shrink = gl.exp2(m - m_new)
-    return m_new, gl.where(l > 0, l * shrink + gl.exp2(sink * _LOG2E - m_new), l), shrink
-
-
-@gluon.jit
 def _finish(acc, m, l, b, h, row0, length, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr,
             stride_o_tok, stride_o_head, num_q_heads, MMA: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Merge the warp groups of a finished request; write its output, or its partial when it has other chunks."""
@@ -273,14 +266,14 @@ def _finish(acc, m, l, b, h, row0, length, whole, slot, o_ptr, lse_ptr, part_ptr
     if whole:
         if C.SINKS:
             sink = gl.load(sinks_ptr + head, mask=rr < C.ROWS, other=float("-inf"))
-            m_all, l_all, shrink = _add_sink(m_all, l_all, sink)
+            m_all, l_all, shrink = add_sink(m_all, l_all, sink)
             weight = weight * gl.expand_dims(shrink, 0)
         if C.LSE:
             lse = gl.where(l_all > 0, (m_all + gl.log2(l_all)) / _LOG2E, float("-inf"))
             gl.store(lse_ptr + (b * C.S + rr // C.G) * num_q_heads + head, lse, mask=rr < C.ROWS)
         scale = gl.where(l_all > 0, vs / l_all, 0.0)
     else:
-        ml = ml_ptr + ((slot * C.HKV + h) * C.ROWS + rr) * 2
+        ml = ml_ptr + ((slot.to(gl.int64) * C.HKV + h) * C.ROWS + rr) * 2
         gl.store(ml, m_all, mask=rr < C.ROWS)
         gl.store(ml + 1, l_all, mask=rr < C.ROWS)
         scale = gl.full([C.R], 1.0, gl.float32, LM)
@@ -291,7 +284,7 @@ def _finish(acc, m, l, b, h, row0, length, whole, slot, o_ptr, lse_ptr, part_ptr
     mask = (r < C.ROWS) & (i >= 0)
     out = o_ptr + (b * C.S).to(gl.int64) * stride_o_tok
     out = out + (r // C.G) * stride_o_tok + (h * C.G + r % C.G) * stride_o_head
-    part = part_ptr + ((slot * C.HKV + h) * C.ROWS + r) * C.DV
+    part = part_ptr + ((slot.to(gl.int64) * C.HKV + h) * C.ROWS + r) * C.DV
     weight = gl.expand_dims(weight, 1)
     for piece in gl.static_range(NV):
         o = gl.sum(gl.convert_layout(acc[piece] * weight, C.MERGE), 0) * gl.expand_dims(scale, 0)
@@ -303,96 +296,6 @@ def _finish(acc, m, l, b, h, row0, length, whole, slot, o_ptr, lse_ptr, part_ptr
             gl.store(out + d, o.to(gl.bfloat16), mask=mask)
         else:
             gl.store(part + d, o, mask=mask)
-
-
-@gluon.jit
-def _gather(part_ptr, ml_ptr, g0, first, stride, count, h, row0, C: gl.constexpr):
-    """Merge `count` partials, chunks first, first + stride, ... of the request begun in bin g0: (m, l, O [R, DV])."""
-    L3: gl.constexpr = C.GATHER
-    LC: gl.constexpr = gl.SliceLayout(2, L3)
-    LV: gl.constexpr = gl.SliceLayout(0, L3)
-    LM: gl.constexpr = gl.SliceLayout(1, LV)
-    r = gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, LC)), 0) + row0
-    d = gl.expand_dims(gl.expand_dims(gl.arange(0, C.DV, gl.SliceLayout(0, LV)), 0), 0)
-    m = gl.full([C.R], _M_INIT, gl.float32, LM)
-    l = gl.full([C.R], 0.0, gl.float32, LM)
-    acc = gl.full([C.R, C.DV], 0.0, gl.float32, LV)
-    for i0 in range(0, count, C.GATHER_CHUNKS):
-        i = gl.expand_dims(gl.arange(0, C.GATHER_CHUNKS, gl.SliceLayout(1, LC)), 1) + i0
-        c = first + i * stride
-        slot = 2 * (g0 + c) + gl.where(c == 0, 1, 0)
-        row = (slot * C.HKV + h) * C.ROWS + r
-        mask = (i < count) & (r < C.ROWS)
-        # From the L2: other SMs wrote these in this launch.
-        m_c = gl.load(ml_ptr + row * 2, mask=mask, other=_M_INIT, cache_modifier=".cg")
-        l_c = gl.load(ml_ptr + row * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
-        offs = gl.expand_dims(row, 2) * C.DV + d
-        o_c = gl.load(part_ptr + offs, mask=gl.expand_dims(mask, 2) & (d >= 0), other=0.0, cache_modifier=".cg")
-        m_new = gl.maximum(m, gl.convert_layout(gl.max(m_c, 0), LM))
-        keep = gl.exp2(m - m_new)
-        weight = gl.exp2(m_c - gl.expand_dims(gl.convert_layout(m_new, gl.SliceLayout(0, LC)), 0))
-        l = l * keep + gl.convert_layout(gl.sum(l_c * weight, 0), LM)
-        acc = acc * gl.expand_dims(keep, 1) + gl.sum(o_c * gl.expand_dims(weight, 2), 0)
-        m = m_new
-    return m, l, acc
-
-
-@gluon.jit
-def _arrive_last(count_ptr, expected):
-    """Count this CTA in; True for the last of `expected`, which leaves the counter at zero again."""
-    barrier()
-    last = gl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
-    if last:
-        gl.store(count_ptr, 0)
-    barrier()
-    return last
-
-
-@gluon.jit
-def _merge_last(j, g0, n_chunks, b, h, hr, row0, n_bins, o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr, vs, sinks_ptr,
-                stride_o_tok, stride_o_head, num_q_heads, C: gl.constexpr):  # fmt: skip
-    """The CTA that finishes the last chunk of a request merges all; many chunks in two levels of FAN.
-
-    Chunks are summed by index, whoever comes last, so equal inputs give equal bits.
-    """
-    LV: gl.constexpr = gl.SliceLayout(0, C.GATHER)
-    LM: gl.constexpr = gl.SliceLayout(1, LV)
-    group = j // C.FAN
-    in_group = gl.minimum(C.FAN, n_chunks - group * C.FAN)
-    groups = (n_chunks + C.FAN - 1) // C.FAN
-    counter = count_ptr + (g0 + group * C.FAN) * (C.HKV * C.RB) + hr
-    if _arrive_last(counter, in_group):
-        m, l, acc = _gather(part_ptr, ml_ptr, g0, group * C.FAN, 1, in_group, h, row0, C)
-        r = gl.arange(0, C.R, LM) + row0
-        d = gl.expand_dims(gl.arange(0, C.DV, gl.SliceLayout(0, LV)), 0)
-        rr = gl.expand_dims(r, 1)
-        done = groups == 1
-        if groups > 1:
-            # This group's sum takes the place of its first chunk.
-            first = group * C.FAN
-            slot = 2 * (g0 + first) + gl.where(first == 0, 1, 0)
-            base = (slot * C.HKV + h) * C.ROWS
-            barrier()
-            gl.store(part_ptr + (base + rr) * C.DV + d, acc, mask=(rr < C.ROWS) & (d >= 0))
-            gl.store(ml_ptr + (base + r) * 2, m, mask=r < C.ROWS)
-            gl.store(ml_ptr + (base + r) * 2 + 1, l, mask=r < C.ROWS)
-            top = count_ptr + (n_bins + g0) * (C.HKV * C.RB) + hr
-            done = _arrive_last(top, groups)
-            if done:
-                m, l, acc = _gather(part_ptr, ml_ptr, g0, 0, C.FAN, groups, h, row0, C)
-        if done:
-            head = h * C.G + r % C.G
-            if C.SINKS:
-                sink = gl.load(sinks_ptr + head, mask=r < C.ROWS, other=float("-inf"))
-                m, l, shrink = _add_sink(m, l, sink)
-                acc = acc * gl.expand_dims(shrink, 1)
-            if C.LSE:
-                lse = gl.where(l > 0, (m + gl.log2(l)) / _LOG2E, float("-inf"))
-                gl.store(lse_ptr + (b * C.S + r // C.G) * num_q_heads + head, lse, mask=r < C.ROWS)
-            o = acc * gl.expand_dims(gl.where(l > 0, vs / l, 0.0), 1)
-            out = o_ptr + (b * C.S).to(gl.int64) * stride_o_tok
-            out = out + (rr // C.G) * stride_o_tok + (h * C.G + rr % C.G) * stride_o_head + d
-            gl.store(out, o.to(gl.bfloat16), mask=(rr < C.ROWS) & (d >= 0))
 
 
 @gluon.jit
@@ -464,7 +367,7 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
         t_hi = gl.where(b < b_end, full, t_end)
         clipped = gl.minimum(length, max_tokens)
         end = _end(length, t_hi, max_tokens)
-        m = gl.full([C.WT, C.R], _M_INIT, gl.float32, LR)
+        m = gl.full([C.WT, C.R], M_INIT, gl.float32, LR)
         l = gl.full([C.WT, C.STEP // C.WT, C.R], 0.0, gl.float32, MMA)  # summed over tokens at the end
         acc = ()
         for piece in gl.static_range(NV):
@@ -519,7 +422,7 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
                 begins = first_tile == lo
                 g0 = gl.where(begins, g, first_g0)
                 n_chunks = gl.where(begins, last_chunks, first_chunks)
-                _merge_last(g - g0, g0, n_chunks, b, h, hr, row0, n_bins, o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr,
+                merge_last(g - g0, g0, n_chunks, b, h, hr, row0, n_bins, o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr,
                             vs, sinks_ptr, stride_o_tok, stride_o_head, num_q_heads, C)  # fmt: skip
         length = next_length
         next_length = _length(seq_ptr, b + 2, batch, extra)
@@ -528,25 +431,29 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
 
 
 @gluon.jit(
-    do_not_specialize=["extra", "max_tokens", "batch", "n_bins", "sig", "window", "stride_block", "num_q_heads",
+    do_not_specialize=["map_offset", "count_offset", "extra", "max_tokens", "batch", "n_bins", "sig", "window", "stride_block", "num_q_heads",
                        "stride_qs_tok", "stride_qs_head", "num_splits", "min_chunk"],
-    do_not_specialize_on_alignment=["block_ptr", "seq_ptr", "map_ptr", "count_ptr", "qs_ptr", "ks_ptr", "vs_ptr",
-                                    "sinks_ptr", "lse_ptr"],
+    do_not_specialize_on_alignment=["block_ptr", "seq_ptr", "task_map_ptr", "qs_ptr", "ks_ptr", "vs_ptr", "sinks_ptr",
+                                    "lse_ptr"],
 )  # fmt: skip
 def _decode_sm90_kernel(
-    q_ptr, k_desc, v_desc, block_ptr, seq_ptr, map_ptr, count_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr,
-    o_ptr, lse_ptr, part_ptr, ml_ptr,
-    batch, extra, max_tokens, n_bins, sig, window, scale, cap, num_splits, min_chunk, num_q_heads,
+    q_ptr, k_desc, v_desc, block_ptr, seq_ptr, task_map_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr, o_ptr, lse_ptr, ml_ptr,
+    map_offset, count_offset, part_offset, batch, extra, max_tokens, n_bins, sig, window, scale, cap, num_splits, min_chunk, num_q_heads,
     stride_block, stride_q_tok, stride_q_head, stride_qs_tok, stride_qs_head, stride_o_tok, stride_o_head,
     C: gl.constexpr,
 ):  # fmt: skip
     """Drain one bin (or, static, one chunk of one request). See the module docstring for formulas and grid.
 
-    q_ptr is int16 for e4m3 (strides in pairs) and BF16 otherwise; k_desc, v_desc are rank-4 TMA descriptors of boxes
-    [1, PB, 1, DB]; `extra` is added to every length; lengths are clipped to max_tokens = max_pages * page_size.
-    `scale` is the softmax scale; part_ptr [slots, HKV, S*G, DV] and ml_ptr [slots, HKV, S*G, 2] as in `merge`;
-    count_ptr int32 counters of the merge inside, zero on entry and on exit.
+    Query strides count 16-bit words (e4m3: pairs); k_desc, v_desc are rank-4 TMA descriptors of boxes [1, PB, 1, DB].
+    `extra` is added to every length; lengths are clipped to max_tokens = max_pages * page_size. `scale` is the softmax
+    scale. The task map's bins start at word map_offset, its counters (zero on entry and on exit) at count_offset.
+    ml_ptr [slots, HKV, S*G, 2] fp32 is followed, part_offset words on, by the partials [slots, HKV, S*G, DV].
     """
+    task_map_ptr = task_map_ptr.to(gl.pointer_type(gl.int32))
+    map_ptr = task_map_ptr + map_offset
+    count_ptr = task_map_ptr + count_offset
+    part_ptr = ml_ptr + part_offset
+    q_ptr = q_ptr.to(gl.pointer_type(C.WORD))
     STAGES: gl.constexpr = C.STAGES
     kbuf = gl.allocate_shared_memory(C.KV, [C.STAGES * C.KH * C.NP, 1, C.PB, 1, C.DBK], C.K_BOX)
     vbuf = gl.allocate_shared_memory(C.KV, [C.STAGES * C.VH * C.NP, 1, C.PB, 1, C.DBV], C.V_BOX)
@@ -571,150 +478,3 @@ def _decode_sm90_kernel(
         [1],
         [C.PRODUCER_REGS],
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Config:
-    """Compile-time facts of one kernel; derived sizes are properties, so the cache key holds only what varies."""
-
-    D: int  # head dim of q and k
-    DV: int  # head dim of v
-    P: int  # page size in tokens
-    G: int  # query heads a kv head
-    S: int  # query tokens a request
-    HKV: int  # kv heads
-    R: int  # query rows of a CTA: 8, 16 or 32
-    WT: int  # warp groups along tokens
-    WR: int  # warp groups along rows
-    STAGES: int
-    FP8: bool
-    STATIC: bool
-    WINDOW: bool
-    CAP: bool
-    SINKS: bool
-    LSE: bool
-    PDL: bool
-    PREFETCH: bool = True  # old tiles before griddepcontrol.wait
-    FUSED: bool = False  # the last CTA of a split request merges its chunks
-    PRODUCER_REGS: int = 40
-    FAN: int = 16  # chunks merged by one CTA
-    GATHER_CHUNKS: int = 4  # chunks loaded at a time
-
-    @property
-    def ROWS(self) -> int:
-        return self.S * self.G
-
-    @property
-    def RB(self) -> int:
-        return -(-self.ROWS // self.R)
-
-    @property
-    def WARPS(self) -> int:
-        return self.WT * self.WR
-
-    @property
-    def BYTES(self) -> int:
-        return 1 if self.FP8 else 2
-
-    @property
-    def STEP(self) -> int:
-        """Tokens of one step of the loop: at least 16 a warp group, the height of the matrix instruction."""
-        return max(plan.TILE, 16 * self.WT)
-
-    @property
-    def PB(self) -> int:
-        """Tokens of a TMA box."""
-        return min(self.P, plan.TILE)
-
-    @property
-    def NP(self) -> int:
-        """Boxes along the tokens of a step."""
-        return self.STEP // self.PB
-
-    @property
-    def DBK(self) -> int:
-        """Elements of a TMA box along the head dim: the 128 bytes of a swizzle span at most."""
-        return min(self.D, 128 // self.BYTES)
-
-    @property
-    def DBV(self) -> int:
-        return min(self.DV, 128 // self.BYTES)
-
-    @property
-    def KH(self) -> int:
-        return self.D // self.DBK
-
-    @property
-    def VH(self) -> int:
-        return self.DV // self.DBV
-
-    @property
-    def DPK(self) -> int:
-        """16-bit words of a box row: e4m3 counts in pairs."""
-        return self.DBK * self.BYTES // 2
-
-    @property
-    def DPV(self) -> int:
-        return self.DBV * self.BYTES // 2
-
-    @property
-    def NV(self) -> int:
-        """Accumulator pieces: even and odd elements apart for e4m3."""
-        return self.VH * (2 if self.FP8 else 1)
-
-    @property
-    def KV(self):
-        return gl.float8e4nv if self.FP8 else gl.bfloat16
-
-    @property
-    def WORD(self):
-        return gl.int16 if self.FP8 else gl.bfloat16
-
-    @property
-    def HALF(self):
-        return gl.float16 if self.FP8 else gl.bfloat16
-
-    @property
-    def K_BOX(self):
-        return gl.NVMMASharedLayout(self.DBK * self.BYTES, 8 * self.BYTES, rank=4)
-
-    @property
-    def V_BOX(self):
-        return gl.NVMMASharedLayout(self.DBV * self.BYTES, 8 * self.BYTES, rank=4)
-
-    @property
-    def K_TILE(self):
-        return gl.NVMMASharedLayout(self.DBK * self.BYTES, 16, rank=3)
-
-    @property
-    def V_TILE(self):
-        return gl.NVMMASharedLayout(self.DBV * self.BYTES, 16, rank=3)
-
-    @property
-    def MERGE(self):
-        """[WT, DPV, R] with all warp groups of an element in one thread, and the threads spread over the elements."""
-        per_thread = max(1, self.DPV * self.R // (32 * self.WARPS))
-        along_d = self.DPV // per_thread
-        lanes_d = min(32, along_d)
-        lanes_r = 32 // lanes_d
-        warps_r = max(1, min(self.WARPS, self.R // lanes_r))
-        return gl.BlockedLayout(
-            [self.WT, per_thread, 1], [1, lanes_d, lanes_r], [1, self.WARPS // warps_r, warps_r], [1, 2, 0]
-        )
-
-    @property
-    def GATHER(self):
-        """[chunks, R, DV] for the merge: a thread holds all chunks of its elements, 16-byte loads along DV."""
-        along_d = min(32, self.DV // 4)
-        lanes_r = 32 // along_d
-        warps_r = max(1, min(self.WARPS, self.R // lanes_r))
-        per_r = max(1, self.R // (lanes_r * warps_r))
-        return gl.BlockedLayout(
-            [self.GATHER_CHUNKS, per_r, 4], [1, lanes_r, along_d], [1, warps_r, self.WARPS // warps_r], [2, 1, 0]
-        )
-
-    @property
-    def PATCH(self):
-        """[WT, tokens, DPV] words of a V tile, for rewriting it."""
-        lanes_d = min(32, self.DPV // 2)
-        return gl.BlockedLayout([1, 1, 2], [1, 32 // lanes_d, lanes_d], [self.WT, self.WR, 1], [2, 1, 0])

@@ -1,8 +1,8 @@
-"""From checked arguments to launches: one `Call` for each signature seen, holding all that does not change."""
+"""From a checked signature to launches: one `Call` for each signature seen, holding all that does not change."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,54 +10,196 @@ import torch
 from hpc.attention.decode import choose, plan
 from hpc.common.launch import Kernel, TmaTensor, raw_stream
 
-LOG2E = 1.4426950408889634
-INT32_SAFE = 2**31 - 1 - 2 * plan.TILE
+INT32_SAFE = 2**31 - 1 - 4 * plan.TILE
+BUSY_PROGRAMS = 2048  # about one wave of merge programs; more only queue up behind it
 
 
-def scratch_shape(key: choose.Key, chosen: choose.Plan) -> tuple[int, int]:
-    """(partial slots, fp32 words of the scratch of one call): slots x kv heads x rows x (v_dim + 2)."""
+@dataclass(frozen=True)
+class Layout:
+    """Strides of the tensors of a call, in elements."""
+
+    q: tuple[int, int]
+    k: tuple[int, int, int]
+    v: tuple[int, int, int]
+    out: tuple[int, int]
+    block: int
+    qscale: tuple[int, int]
+    kscale: tuple[int, int, int]
+    kscale_row: int  # fp32 scales in a row of a quant type 0 buffer
+    num_pages: int
+
+
+def scratch(key: choose.Key, chosen: choose.Plan) -> tuple[int, int, int]:
+    """(partial slots, words before the partials, fp32 words in all) of one call."""
     if key.dynamic:
         slots = 2 * plan.num_bins(key.sms, key.kv_heads, chosen.variant)
     else:
         slots = key.batch * chosen.num_splits if chosen.num_splits > 1 else 0
-    return slots, slots * key.kv_heads * key.rows * (key.v_dim + 2)
+    rows = slots * key.kv_heads * key.rows
+    offset = -(-2 * rows // 64) * 64
+    return slots, offset, offset + rows * key.v_dim if slots else 0
+
+
+def power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
 
 
 class Call:
-    """The launches of one call signature: attention, then the merge of its partials.
+    """The launches of one call signature on one device: attention, then, unless it merges itself, the merge.
 
-    Holds no tensor. `run` allocates the scratch of the call (the caching allocator ties it to the current stream).
+    Holds no tensor. `run` allocates the scratch of the call, so the caching allocator ties it to the current stream.
     """
 
-    def __init__(self, key: choose.Key, chosen: choose.Plan, device: torch.device, strides: dict[str, Any]) -> None:
-        self.key, self.plan, self.device = key, chosen, device
-        self.index = device.index
-        self.slots, self.words = scratch_shape(key, chosen)
-        self.n_bins = (
-            plan.num_bins(key.sms, key.kv_heads, chosen.variant) if key.dynamic else key.batch * chosen.num_splits
-        )
-        self.map_offset = plan.variant_offset(key.sms, key.kv_heads, chosen.variant) if key.dynamic else 0
-        self.rows_total = self.slots * key.kv_heads * key.rows
-        self.pdl = key.sm90
+    def __init__(self, key: choose.Key, chosen: choose.Plan, index: int, layout: Layout, window: int | None) -> None:
+        self.key, self.plan, self.index, self.layout = key, chosen, index, layout
+        self.window = 0 if window is None else window
+        self.slots, self.part_offset, self.words = scratch(key, chosen)
+        self.signature = plan.signature(key.kv_heads, key.num_new_tokens, key.batch, window, key.new_kv_included)
         self.max_tokens = min(key.max_pages * key.page_size, INT32_SAFE)
         self.extra = 0 if key.new_kv_included else key.num_new_tokens
-        self.strides = strides
-        self._build()
+        self.pdl = key.sm90
+        if key.dynamic:
+            self.bins = plan.num_bins(key.sms, key.kv_heads, chosen.variant)
+            self.map_offset = plan.variant_offset(key.sms, key.kv_heads, chosen.variant)
+        else:
+            self.bins, self.map_offset = key.batch * chosen.num_splits, 0
+        self.count_offset = plan.variant_offset(key.sms, key.kv_heads, plan.NUM_VARIANTS)
+        self._attend = self._sm90() if chosen.backend == "sm90" else self._portable()
+        fused = chosen.backend == "sm90" and key.dynamic
+        self._merge = self._merge_kernel() if self.slots and not fused else None
 
-    def _build(self) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        kcache: torch.Tensor,
+        vcache: torch.Tensor,
+        block_ids: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scales: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        task_map: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        scale: float,
+        cap: float,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Launch on the current stream of the tensors' device."""
+        part = torch.empty(max(self.words, 1), dtype=torch.float32, device=q.device)
+        # Pointers that a kernel does not read still need an address.
+        tensors = (
+            q, kcache, vcache, block_ids, seq_lens, part if task_map is None else task_map,
+            *(part if tensor is None else tensor for tensor in (*scales, sinks)),
+            out, part if lse is None else lse, part,
+        )  # fmt: skip
+        if torch.cuda.current_device() == self.index:
+            self._launch(tensors, scale, cap)
+        else:
+            with torch.cuda.device(self.index):
+                self._launch(tensors, scale, cap)
+
+    def _launch(self, tensors: tuple[torch.Tensor, ...], scale: float, cap: float) -> None:
+        stream = raw_stream(self.index)
+        self._attend(stream, tensors, scale, cap)
+        if self._merge is not None:
+            self._merge(stream, tensors)
+
+    def _sm90(self) -> Any:
+        from hpc.attention.decode import hopper
+
+        key, chosen, layout = self.key, self.plan, self.layout
+        config = hopper.Config(
+            D=key.head_dim, DV=key.v_dim, P=key.page_size, G=key.group, S=key.num_new_tokens, HKV=key.kv_heads,
+            R=chosen.block_rows, WT=chosen.warps_tok, WR=chosen.warps_row, STAGES=chosen.stages, FP8=key.fp8,
+            STATIC=not key.dynamic, WINDOW=key.window, CAP=key.logit_cap, SINKS=key.sinks, LSE=key.return_lse,
+            PDL=self.pdl, FUSED=key.dynamic,
+        )  # fmt: skip
+        kernel = Kernel(
+            hopper._decode_sm90_kernel, "attention_decode", num_warps=config.WARPS, maxnreg=chosen.max_registers,
+            launch_pdl=self.pdl,
+        )  # fmt: skip
+        grid = (self.bins * key.kv_heads * config.RB, 1, 1)
+        word = 2 if key.fp8 else 1
+        k_shape = [layout.num_pages, key.page_size, key.kv_heads, key.head_dim]
+        v_shape = [layout.num_pages, key.page_size, key.kv_heads, key.v_dim]
+        k_strides, v_strides = [*layout.k, 1], [*layout.v, 1]
+        before = (self.map_offset, self.count_offset, self.part_offset, key.batch, self.extra, self.max_tokens)
+        before = (*before, self.bins, self.signature, self.window)
+        after = (
+            chosen.num_splits, chosen.min_chunk, key.q_heads, layout.block, layout.q[0] // word, layout.q[1] // word,
+            *layout.qscale, *layout.out, config,
+        )  # fmt: skip
+
+        def describe(tensor: torch.Tensor, shape: list[int], strides: list[int], box: list[int], smem: Any) -> Any:
+            if kernel.compiled:
+                return TmaTensor(tensor, shape, strides)
+            return hopper.TensorDescriptor(tensor, shape, strides, box, smem)
+
+        k_box, v_box = [1, config.PB, 1, config.DBK], [1, config.PB, 1, config.DBV]
+        k_smem, v_smem = config.K_BOX, config.V_BOX
+
+        def attend(stream: int, tensors: tuple[torch.Tensor, ...], scale: float, cap: float) -> None:
+            q, k, v, *rest = tensors
+            k_desc = describe(k, k_shape, k_strides, k_box, k_smem)
+            v_desc = describe(v, v_shape, v_strides, v_box, v_smem)
+            kernel(grid, stream, (q, k_desc, v_desc, *rest, *before, scale, cap, *after))
+
+        return attend
+
+    def _portable(self) -> Any:
+        from hpc.attention.decode import kernels
+
+        key, chosen, layout = self.key, self.plan, self.layout
+        kernel = Kernel(
+            kernels._decode_attention_kernel, "attention_decode", num_warps=4 if chosen.block_rows <= 32 else 8,
+            launch_pdl=self.pdl,
+        )  # fmt: skip
+        grid = (self.bins, key.kv_heads, -(-key.rows // chosen.block_rows))
+        wide = max(*layout.k[:2], *layout.v[:2]) * key.page_size >= 2**31
+        fixed = (
+            layout.block, *layout.q, layout.qscale[0], *layout.k, *layout.v, *layout.kscale, *layout.out,
+            key.q_heads, key.kv_heads, key.num_new_tokens, key.head_dim, key.v_dim, key.page_size,
+            chosen.block_rows, max(16, power_of_two(key.head_dim)), max(16, power_of_two(key.v_dim)),
+            key.quant_type, layout.kscale_row, key.new_kv_included, key.window, key.logit_cap, key.sinks,
+            key.return_lse, not key.dynamic, chosen.num_splits, chosen.min_chunk, wide, chosen.stages, self.pdl, False,
+        )  # fmt: skip
+        as_bytes = key.fp8 and not key.sm90  # older GPUs have no e4m3 conversion
+
+        def attend(stream: int, tensors: tuple[torch.Tensor, ...], scale: float, cap: float) -> None:
+            q, k, v, block_ids, seq_lens, task_map, qscale, kscale, vscale, sinks, out, lse, ml = tensors
+            if as_bytes:
+                q, k, v = (t.view(torch.uint8) for t in (q, k, v))
+            words = task_map.view(torch.int32)[self.map_offset :] if key.dynamic else block_ids
+            kscale = kscale.view(torch.float32) if key.quant_type == 0 else kscale
+            args = (q, k, v, out, lse, ml[self.part_offset :], ml, block_ids, seq_lens, words)
+            args = (*args, qscale, kscale, vscale, sinks, key.batch, layout.num_pages, key.max_pages, self.signature)
+            kernel(grid, stream, (*args, scale, cap, self.window, *fixed))
+
+        return attend
+
+    def _merge_kernel(self) -> Any:
+        from hpc.attention.decode import merge
+
         key, chosen = self.key, self.plan
-        if chosen.backend == "sm90":
-            from hpc.attention.decode import hopper
+        entries = plan.num_merges(key.batch, self.bins) if key.dynamic else key.batch
+        chunks = min(64, power_of_two(min(self.bins, chosen.num_splits if not key.dynamic else self.bins)))
+        width = power_of_two(key.v_dim)
+        rows, block = 1, min(64, width)
+        if entries * key.kv_heads * key.rows * (width // block) > BUSY_PROGRAMS:
+            rows, block, chunks = 2, min(128, width), min(chunks, 32)
+        row_blocks = -(-key.rows // rows)
+        grid = (entries, key.kv_heads * row_blocks, -(-key.v_dim // block))
+        kernel = Kernel(merge._merge_kernel, "attention_decode", num_warps=4, launch_pdl=self.pdl)
+        merge_offset = self.map_offset + plan.ENTRY_WORDS * self.bins
+        vscale_kind = 0 if not key.fp8 else 2 - key.quant_type
+        fixed = (
+            merge_offset, self.part_offset, self.extra, self.max_tokens, self.signature, self.window,
+            chosen.num_splits, chosen.min_chunk, row_blocks, *self.layout.out,
+            key.q_heads, key.kv_heads, key.num_new_tokens, key.v_dim, chunks, rows, block, vscale_kind, key.window,
+            key.sinks, key.return_lse, not key.dynamic, self.pdl, False,
+        )  # fmt: skip
 
-            self.config = hopper.Config(
-                D=key.head_dim, DV=key.v_dim, P=key.page_size, G=key.group, S=key.num_new_tokens, HKV=key.kv_heads,
-                R=chosen.block_rows, WT=chosen.warps_tok, WR=chosen.warps_row, STAGES=chosen.stages, FP8=key.fp8,
-                STATIC=not key.dynamic, WINDOW=key.window, CAP=key.logit_cap, SINKS=key.sinks, LSE=key.return_lse,
-                PDL=self.pdl,
-            )  # fmt: skip
-            options: dict[str, Any] = {"num_warps": self.config.WARPS, "launch_pdl": self.pdl}
-            if chosen.max_registers:
-                options["maxnreg"] = chosen.max_registers
-            self.attention = Kernel(hopper._decode_sm90_kernel, "attention_decode", **options)
-            self.grid = (self.n_bins * key.kv_heads * self.config.RB, 1, 1)
-        self.merge = self._merge_kernel() if self.slots else None
+        def run(stream: int, tensors: tuple[torch.Tensor, ...]) -> None:
+            _, _, _, _, seq_lens, task_map, _, _, vscale, sinks, out, lse, ml = tensors
+            kernel(grid, stream, (ml, out, lse, seq_lens, task_map, vscale, sinks, *fixed))
+
+        return run

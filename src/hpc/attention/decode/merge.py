@@ -25,12 +25,12 @@ def _static_chunks(seq_ptr, b, extra, max_tokens, new_tokens, window, num_splits
 
 
 @triton.jit(
-    do_not_specialize=["extra", "max_tokens", "sig", "window", "num_splits", "min_chunk", "row_blocks"],
-    do_not_specialize_on_alignment=["seq_ptr", "merge_ptr", "vs_ptr", "sinks_ptr", "lse_ptr"],
+    do_not_specialize=["merge_offset", "extra", "max_tokens", "sig", "window", "num_splits", "min_chunk", "row_blocks"],
+    do_not_specialize_on_alignment=["seq_ptr", "task_map_ptr", "vs_ptr", "sinks_ptr", "lse_ptr"],
 )
 def _merge_kernel(
-    part_ptr, ml_ptr, o_ptr, lse_ptr, seq_ptr, merge_ptr, vs_ptr, sinks_ptr,
-    extra, max_tokens, sig, window, num_splits, min_chunk, row_blocks, stride_o_tok, stride_o_head,
+    ml_ptr, o_ptr, lse_ptr, seq_ptr, task_map_ptr, vs_ptr, sinks_ptr,
+    merge_offset, part_offset, extra, max_tokens, sig, window, num_splits, min_chunk, row_blocks, stride_o_tok, stride_o_head,
     HQ: tl.constexpr, HKV: tl.constexpr, S: tl.constexpr, DV: tl.constexpr,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, DB: tl.constexpr, VSCALE: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STATIC: tl.constexpr,
@@ -43,8 +43,11 @@ def _merge_kernel(
     and the first CHUNKS partials are asked for at once, so the merge costs one memory latency. The order of the sums
     is fixed: equal inputs give equal bits.
 
-    part_ptr [slots, HKV, S*G, DV] and ml_ptr [slots, HKV, S*G, 2] fp32. VSCALE 0: none, 1: one, 2: one a kv head.
+    ml_ptr [slots, HKV, S*G, 2] fp32 is followed, part_offset words on, by the partials [slots, HKV, S*G, DV]. The task
+    map's merge entries start at word merge_offset. VSCALE 0: none, 1: one, 2: one a kv head.
     """
+    merge_ptr = task_map_ptr.to(tl.pointer_type(tl.int32)) + merge_offset
+    part_ptr = ml_ptr + part_offset
     i = tl.program_id(0)
     h = tl.program_id(1) // row_blocks
     G: tl.constexpr = HQ // HKV

@@ -26,9 +26,10 @@ SNAP = 2  # a cut never leaves fewer tiles than this on either side of a request
 HEADER_WORDS = 16
 ENTRY_WORDS = 8  # of a bin
 MERGE_WORDS = 4  # of a merge entry
-NUM_VARIANTS = 4  # one schedule for each CTAs-per-SM choice, so that the attention kernel may pick any
+NUM_VARIANTS = 2  # schedules for one and for two CTAs an SM, so that the attention kernel may pick either
 LAYOUT_VERSION = 1
-FLOOR_TILES = (8, 4, 4, 4)  # minimum work of a bin by variant, unless min_process_len asks for less
+MAX_ROW_BLOCKS = 32  # a request has at most 64 heads x 16 tokens = 1024 rows a kv head, a CTA takes 32 of them
+FLOOR_TILES = (8, 4)  # minimum work of a bin by variant, unless min_process_len asks for less
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,14 @@ def num_merges(batch: int, n_bins: int) -> int:
     return min(batch, n_bins)
 
 
+def counter_words(sms: int, num_kv_heads: int) -> int:
+    """Arrival counters of the merges: three a bin, kv head and row block. Zero except inside a call."""
+    return 3 * num_bins(sms, num_kv_heads, NUM_VARIANTS - 1) * num_kv_heads * MAX_ROW_BLOCKS
+
+
 def workspace_words(sms: int, num_kv_heads: int) -> int:
     """Exact size of a task map in int32 words. It depends on neither the batch nor the lengths."""
-    return variant_offset(sms, num_kv_heads, NUM_VARIANTS)
+    return variant_offset(sms, num_kv_heads, NUM_VARIANTS) + counter_words(sms, num_kv_heads)
 
 
 def floor_tiles(variant: int, min_process_len: int) -> int:
@@ -174,6 +180,7 @@ def build_task_map(
         for bin_ in bins:
             words += [sig, bin_.b, bin_.t0, bin_.b_end, bin_.t_end, bin_.length, bin_.g0, bin_.n_chunks]
         words += merge_entries(bins, len(lens), sig)
+    words += [0] * counter_words(sms, num_kv_heads)
     words[:8] = header(lens, sms, num_kv_heads, num_new_tokens, sig, min_process_len, max_num_batch, window)
     return words
 
@@ -195,5 +202,5 @@ def header(
     step, per = cut_step(total, n, floor_tiles(1, min_process_len))
     budget = -(-step // (per * TILE_COST))
     most = -(-max(tiles, default=1) * TILE_COST * per // step) + 1
-    size = 4 * (workspace_words(sms, num_kv_heads) - HEADER_WORDS)
+    size = 4 * (variant_offset(sms, num_kv_heads, NUM_VARIANTS) - HEADER_WORDS)
     return [budget + 1, n * num_kv_heads, num_kv_heads, max_num_batch, size, min(n, most), sig, LAYOUT_VERSION]

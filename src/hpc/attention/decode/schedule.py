@@ -1,8 +1,8 @@
 """The schedule on the device: one small launch a step turns live KV lengths into the task map of `plan.py`.
 
-One program a variant (and one for the header) scans all lengths, so programs never talk to each other. Where a cut
-falls is found without a search: request b ends before the cuts from e_b = ceil(end_b * per / step) on, so the request
-of cut g is the number of e_b <= g, a histogram and a running sum. Divisions run in float64, exact below 2^52.
+One program a variant (and one for the header) scans all lengths, so programs never talk to each other. Request b ends
+at or before the cuts from e_b = ceil(end_b * per / step) on, so the request of cut g is the number of e_b <= g: a binary
+search over the running sum, which never leaves the multiprocessor. Divisions run in float64, exact below 2^52.
 """
 
 import triton
@@ -20,7 +20,9 @@ _MERGE = tl.constexpr(plan.MERGE_WORDS)
 _VARIANTS = tl.constexpr(plan.NUM_VARIANTS)
 _VERSION = tl.constexpr(plan.LAYOUT_VERSION)
 
+CLEAR = 4096  # words a program clears
 NUM_WARPS = 8
+_CLEAR = tl.constexpr(CLEAR)
 
 
 @triton.jit
@@ -64,6 +66,19 @@ def _inner_cuts(begin, tiles, step, per, n_bins):
 
 
 @triton.jit
+def _count_not_above(ascending, cut, SIZE: tl.constexpr):
+    """For each cut, how many of the SIZE ascending values are <= it."""
+    count = cut * 0
+    half: tl.constexpr = SIZE // 2
+    step = half
+    while step > 0:
+        probe = tl.gather(ascending, count + (step - 1), 0)
+        count = tl.where(probe <= cut, count + step, count)
+        step = step // 2
+    return count + (tl.gather(ascending, tl.minimum(count, SIZE - 1), 0) <= cut).to(tl.int32)
+
+
+@triton.jit
 def _header(map_ptr, seq_ptr, batch, extra, new_tokens, window, sig, kv_heads, n_bins, floor, size_bytes,
             WINDOW: tl.constexpr, REQS: tl.constexpr):  # fmt: skip
     lane = tl.arange(0, REQS)
@@ -91,28 +106,34 @@ def _cut_step(total, n_bins, floor):
 
 
 @triton.jit(
-    do_not_specialize=["batch", "extra", "new_tokens", "window", "sig", "kv_heads", "n0", "n1", "n2", "n3",
-                       "f0", "f1", "f2", "f3", "size_bytes"],
+    do_not_specialize=["batch", "extra", "new_tokens", "window", "sig", "kv_heads", "n0", "n1", "f0", "f1",
+                       "size_bytes", "counters"],
     do_not_specialize_on_alignment=["seq_ptr", "map_ptr"],
 )  # fmt: skip
 def _assign_kernel(
-    seq_ptr, map_ptr, batch, extra, new_tokens, window, sig, kv_heads, n0, n1, n2, n3, f0, f1, f2, f3, size_bytes,
+    seq_ptr, map_ptr, batch, extra, new_tokens, window, sig, kv_heads, n0, n1, f0, f1, size_bytes, counters,
     WINDOW: tl.constexpr, CUTS: tl.constexpr, REQS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the task map. Grid (NUM_VARIANTS + 1,), the last program writes the header.
+    """Writes the task map. Grid (NUM_VARIANTS + 1 + ceil(counters / CLEAR),): one program a variant, one for the
+    header, the rest clear the `counters` words behind the schedule, so that a call cut short leaves no trace.
 
-    seq_ptr [batch] int32 raw lengths, `extra` tokens are added to each; n0-n3 bins and f0-f3 floor tiles of the
+    seq_ptr [batch] int32 raw lengths, `extra` tokens are added to each; n0, n1 bins and f0, f1 floor tiles of the
     variants; CUTS > max n_v, a power of two; requests are taken REQS at a time.
     """
+    map_ptr = map_ptr.to(tl.pointer_type(tl.int32))
     variant = tl.program_id(0)
-    v = tl.where(variant == _VARIANTS, 1, variant)
-    n_bins = tl.where(v == 0, n0, tl.where(v == 1, n1, tl.where(v == 2, n2, n3))).to(tl.int64)
-    floor = tl.where(v == 0, f0, tl.where(v == 1, f1, tl.where(v == 2, f2, f3))).to(tl.int64)
-    if variant == _VARIANTS:
+    v = tl.minimum(variant, 1)
+    n_bins = tl.where(v == 0, n0, n1).to(tl.int64)
+    floor = tl.where(v == 0, f0, f1).to(tl.int64)
+    if variant > _VARIANTS:
+        word = (variant - _VARIANTS - 1) * _CLEAR + tl.arange(0, _CLEAR)
+        base = map_ptr + _HEADER + (n0 + n1) * (_ENTRY + _MERGE)
+        tl.store(base + word, tl.zeros([_CLEAR], tl.int32), mask=word < counters)
+    elif variant == _VARIANTS:
         _header(map_ptr, seq_ptr, batch, extra, new_tokens, window, sig, kv_heads, n_bins, floor, size_bytes,
                 WINDOW, REQS)  # fmt: skip
     else:
-        before = tl.where(v == 0, 0, tl.where(v == 1, n0, tl.where(v == 2, n0 + n1, n0 + n1 + n2)))
+        before = tl.where(v == 0, 0, n0)
         bins_ptr = map_ptr + _HEADER + before * (_ENTRY + _MERGE)
         merge_ptr = bins_ptr + n_bins * _ENTRY
         by_request = batch <= n_bins
@@ -125,21 +146,18 @@ def _assign_kernel(
         step, per = _cut_step(total, n_bins, floor)
 
         # How many requests end at or before each cut; the merge entries of the requests on the way.
-        hist = tl.zeros([CUTS], tl.int32)
+        req = tl.zeros([CUTS], tl.int32)
         carry = tl.zeros([], tl.int64)
         for start in range(0, batch, REQS):
-            req = start + lane
-            _, tiles, cost = _costs(seq_ptr, req, batch, extra, new_tokens, window, WINDOW)
+            own = start + lane
+            _, tiles, cost = _costs(seq_ptr, own, batch, extra, new_tokens, window, WINDOW)
             ends = carry + tl.cumsum(cost, 0)
-            ended = _ceil_div(ends * per, step)
-            counted = (req < batch) & (ended < CUTS)
-            hist += tl.histogram(tl.minimum(ended, CUTS - 1).to(tl.int32), CUTS, mask=counted)
+            ended = tl.where(own < batch, tl.minimum(_ceil_div(ends * per, step), CUTS), CUTS).to(tl.int32)
+            req += _count_not_above(ended, cut, REQS)
             carry += tl.sum(cost, 0)
             if by_request:
                 first, past = _inner_cuts(ends - cost, tiles, step, per, n_bins)
-                split = past > first
-                _store_merge(merge_ptr, req, req < batch, sig, req, first, past, split)
-        req = tl.cumsum(hist, 0)
+                _store_merge(merge_ptr, own, own < batch, sig, own, first, past, past > first)
 
         # What the scan knows of each cut's request.
         begin = tl.zeros([CUTS], tl.int64)

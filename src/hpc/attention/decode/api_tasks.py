@@ -1,0 +1,162 @@
+"""Public functions around the task map of paged decode attention, and the size of its scratch."""
+
+from __future__ import annotations
+
+import torch
+
+from hpc.attention.decode import assign, choose, ops, validate
+from hpc.attention.decode.launch import scratch
+from hpc.common import arch, checks
+from hpc.common.quant import QuantType
+
+
+def get_attention_decode_task_workspace(
+    max_num_batch: int,
+    max_seqlen: int,
+    num_head_kv: int,
+    min_process_len: int = 512,
+    *,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Allocate a task map, once, outside graphs; every step, layer and captured batch size may share it.
+
+    Args:
+        max_num_batch: recorded in the header; any batch fits, since the size depends on the GPU and the heads alone.
+        max_seqlen: accepted for compatibility; any length fits.
+        num_head_kv: KV heads of one rank.
+        min_process_len: accepted for compatibility; `assign_attention_decode_task` takes the floor.
+        device: default: the current CUDA device, or the CPU without one.
+
+    Returns:
+        int8 [bytes], zeroed; int32 words 0-5 are tile budget of a bin + 1, CTAs, KV heads, max_num_batch, bytes of the
+        schedule, chunks of a request at most. The rest is private.
+
+    Raises:
+        InvalidArgument: a size below 1.
+
+    Source: persistent near-equal bins, as in Stream-K (Osama et al., 2023).
+    """
+    name = "get_attention_decode_task_workspace"
+    for argument, value in (("max_num_batch", max_num_batch), ("max_seqlen", max_seqlen), ("num_head_kv", num_head_kv)):
+        checks.int_range(name, argument, value, 1)
+    checks.int_range(name, "min_process_len", min_process_len, 0)
+    default = "cuda" if arch.gpu_available() else "cpu"
+    where = torch.device(default if device is None else device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    return assign.allocate(max_num_batch, num_head_kv, where)
+
+
+def assign_attention_decode_task(
+    num_seq_kvcache: torch.Tensor,
+    task_map: torch.Tensor,
+    num_head_kv: int,
+    mtp: int,
+    new_kv_included: bool,
+    min_process_len: int = 512,
+    *,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Fill the task map from the live lengths: once a step, reused by all layers. One launch, no synchronisation.
+
+    Args:
+        num_seq_kvcache: int32 [B] on the map's device; a CPU tensor runs the Python planner and copies its result.
+            Lengths are those of the attention call; larger ones than its page table holds cost balance, not safety.
+        task_map: a workspace of `get_attention_decode_task_workspace` for num_head_kv heads (or fewer).
+        num_head_kv: KV heads of the attention calls.
+        mtp: query tokens a request, 1 to 16. Note: the attention functions' mtp is one less.
+        new_kv_included: as in the attention calls.
+        min_process_len: smallest chunk in tokens that is worth a CTA; the measured floor applies where it is lower.
+        window: as in the attention calls.
+
+    Returns:
+        task_map itself.
+
+    Raises:
+        InvalidArgument, InvalidDtype, UnsupportedDevice: before any launch, naming argument, expected and got.
+
+    Source: persistent near-equal bins, as in Stream-K (Osama et al., 2023).
+    """
+    if torch.compiler.is_compiling():
+        return ops.traced_assign(num_seq_kvcache, task_map, num_head_kv, mtp, new_kv_included, min_process_len, window)
+    name = "assign_attention_decode_task"
+    checks.dtype(name, "num_seq_kvcache", num_seq_kvcache, torch.int32, "Convert with .to(torch.int32).")
+    checks.ndim(name, "num_seq_kvcache", num_seq_kvcache, 1, "Pass one length a request.")
+    checks.contiguous(name, "num_seq_kvcache", num_seq_kvcache)
+    checks.int_range(name, "num_head_kv", num_head_kv, 1)
+    remedy = "Here mtp is the number of query tokens a request, 1 for plain decode."
+    checks.int_range(name, "mtp", mtp, 1, validate.MAX_NEW_TOKENS, remedy)
+    checks.int_range(name, "min_process_len", min_process_len, 0)
+    if window is not None:
+        checks.int_range(name, "window", window, 1, 2**30, "Pass None for no window.")
+    checks.is_tensor(name, "task_map", task_map)
+    host = num_seq_kvcache.device.type == "cpu"
+    validate.workspace(name, task_map, task_map.device if host else num_seq_kvcache.device, num_head_kv)
+    fill = assign.on_host if host else assign.on_device
+    fill(num_seq_kvcache, task_map, num_head_kv, mtp, bool(new_kv_included), min_process_len, window)
+    return task_map
+
+
+def print_attention_decode_task(task_map: torch.Tensor) -> None:
+    """Print the schedule in a task map; copies it to the host, so for debugging only.
+
+    Args:
+        task_map: int8 or int32 [words], filled by `assign_attention_decode_task`.
+
+    Raises:
+        InvalidDtype: not a tensor of those dtypes.
+
+    Source: `hpc schedule` draws the same schedule as a picture.
+    """
+    checks.dtype("print_attention_decode_task", "task_map", task_map, (torch.int8, torch.int32))
+    print(assign.describe(task_map))
+
+
+def get_attention_decode_scratch_size(
+    num_batch: int,
+    num_head_q: int,
+    num_head_kv: int,
+    head_dim: int = 128,
+    v_head_dim: int | None = None,
+    mtp: int = 0,
+    *,
+    page_size: int = 64,
+    quant_type: QuantType | int | None = QuantType.QPERTOKEN_PERHEAD_KPERTENSOR_VPERTENSOR,
+    dynamic: bool = True,
+    batch_invariant: bool = False,
+    device: torch.device | str | None = None,
+) -> int:
+    """Exact bytes of scratch that one decode call allocates (from torch's caching allocator, on its stream).
+
+    With a task map: 2 slots a bin, whatever the batch and lengths: slots * num_head_kv * rows * (v_head_dim + 2) fp32,
+    rows = (mtp + 1) * num_head_q / num_head_kv.
+
+    Args:
+        num_batch, num_head_q, num_head_kv, head_dim, v_head_dim, mtp, page_size: sizes of the call, as its tensors
+            q [num_batch * (mtp + 1), num_head_q, head_dim] have them; v_head_dim defaults to head_dim.
+        quant_type: None for BF16 caches.
+        dynamic: whether a task map is passed.
+        batch_invariant: as in the call.
+        device: default: the current CUDA device, or a 132-SM GPU without one.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        InvalidArgument: a size below 1.
+
+    Source: the partials of Flash-Decoding (2023), bounded by the number of bins.
+    """
+    name = "get_attention_decode_scratch_size"
+    for argument, value in (("num_batch", num_batch), ("num_head_q", num_head_q), ("num_head_kv", num_head_kv)):
+        checks.int_range(name, argument, value, 1)
+    checks.int_range(name, "mtp", mtp, 0, validate.MAX_NEW_TOKENS - 1)
+    where = device if device is not None else ("cuda" if arch.gpu_available() else "cpu")
+    hopper = arch.is_hopper(where) or not arch.is_cuda(where)
+    key = choose.Key(
+        sm90=hopper, sms=arch.sm_count(where), batch=num_batch, q_heads=num_head_q, kv_heads=num_head_kv,
+        head_dim=head_dim, v_dim=v_head_dim or head_dim, page_size=page_size, max_pages=1, num_new_tokens=mtp + 1,
+        quant_type=-1 if quant_type is None else validate.quant_type(name, quant_type), dynamic=dynamic,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return 4 * scratch(key, choose.choose(key))[2]
