@@ -6,17 +6,14 @@ the launch itself, which does nothing. The cache entries are those that the same
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Name -> (compute capability, shared memory of a CTA in bytes).
-TARGETS: dict[str, tuple[int, int]] = {
-    "sm80": (80, 166912),
-    "sm89": (89, 101376),
-    "sm90": (90, 232448),
-    "sm100": (100, 232448),
-}
+_TARGET = re.compile(r"sm(\d{2,3})a?")
+_SHARED = {90: 232448, 100: 232448}  # bytes of shared memory a CTA may use, by capability
+_SHARED_ELSEWHERE = 101376
 
 
 class _NullLauncher:
@@ -50,9 +47,11 @@ class NullDriver:
     def __init__(self, target: str) -> None:
         from triton.backends.compiler import GPUTarget
 
-        if target not in TARGETS:
-            raise ValueError(f"unknown target {target!r}; known are {', '.join(TARGETS)}")
-        capability, shared = TARGETS[target]
+        match = _TARGET.fullmatch(target)
+        if match is None or int(match[1]) < 80:
+            raise ValueError(f"unknown target {target!r}: expected sm80 or newer, such as sm90")
+        capability = int(match[1])
+        shared = _SHARED.get(capability, _SHARED_ELSEWHERE)
         self.utils = _NullUtils(shared)
         self._target = GPUTarget("cuda", capability, 32)
 
@@ -68,8 +67,10 @@ class NullDriver:
 
 @contextmanager
 def compiling_for(target: str) -> Iterator[None]:
-    """Triton launches inside compile for `target` and run nothing. Not for a process that also launches for real:
-    a kernel keeps what it met first."""
+    """Triton launches inside compile for `target` (such as "sm90") and run nothing.
+
+    One target a process, and no real launches in it: a kernel keeps the target that it met first.
+    """
     from triton.runtime.driver import driver
 
     before = driver._active

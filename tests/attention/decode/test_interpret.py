@@ -56,7 +56,8 @@ def run(
     (num_pages, page, hkv, dv), b, r = v.shape, len(p.lens), p.num_new_tokens * p.group
     block_r = min(64, max(16, power_of_two(r)))
     programs, slots = (bins, 2 * bins) if bins else (b * splits, b * splits)
-    part, ml = torch.full((slots, hkv, r, dv), math.nan), torch.full((slots, hkv, r, 2), math.nan)
+    part_offset = 2 * slots * hkv * r
+    scratch = torch.full((part_offset + slots * hkv * r * dv,), math.nan)
     out = torch.full((*q.shape[:2], dv), math.nan).bfloat16() if output is None else output
     lse = torch.full(q.shape[:2], math.nan)
     unused = torch.zeros(1)
@@ -69,7 +70,7 @@ def run(
     ks_strides = kscale.stride()[:3] if kscale.dim() == 4 else (0, 0, 0)
     ids, max_pages, window = cache.block_ids, cache.block_ids.shape[1], p.window or 0
     _decode_attention_kernel[(programs, hkv, -(-r // block_r))](
-        q, k, v, out, lse, part, ml, ids, lens, map_, qscale, kscale, vscale, sinks,
+        q, k, v, out, lse, scratch[part_offset:], scratch, ids, lens, map_, qscale, kscale, vscale, sinks,
         b, num_pages, max_pages, signature(p), p.head_dim**-0.5, p.logit_cap or 1.0, window,
         ids.stride(0), q.stride(0), q.stride(1), qscale.stride(0), *k.stride()[:3], *v.stride()[:3], *ks_strides,
         out.stride(0), out.stride(1),
@@ -84,7 +85,7 @@ def run(
     row_blocks, dim_block = -(-r // rows_per_program), max(16, power_of_two(dv) // 2)
     if bins > 1 or splits > 1:
         _merge_kernel[(merges, hkv * row_blocks, -(-dv // dim_block))](
-            part, ml, out, lse, lens, map_[bins * plan.ENTRY_WORDS :], vscale, sinks,
+            scratch, out, lse, lens, map_, vscale, sinks, bins * plan.ENTRY_WORDS, part_offset,
             0 if p.new_kv_included else p.num_new_tokens, max_pages * page, signature(p), window, splits, min_chunk,
             row_blocks, out.stride(0), out.stride(1),
             HQ=p.q_heads, HKV=hkv, S=p.num_new_tokens, DV=dv, CHUNKS=chunks, ROWS=rows_per_program, DB=dim_block,

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hpc.attention.decode.plan import NUM_VARIANTS
+
 TMA_HEAD_DIMS = (64, 128, 256)
 TMA_PAGE_SIZES = (16, 32, 64, 128, 256)
 SHARED_MEMORY = 227 * 1024  # bytes a CTA of SM90 may use
+RESERVED = 2304  # of it a compute warp, for exchanges between warps; barriers included
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class Plan:
 
 def is_legal(plan: Plan, key: Key) -> str | None:
     """None if the plan can run the call, else the reason why not."""
-    if not 1 <= plan.ctas_per_sm <= 4:
-        return "the task map holds schedules for 1 to 4 CTAs a multiprocessor"
+    if not 1 <= plan.ctas_per_sm <= NUM_VARIANTS:
+        return f"the task map holds schedules for 1 to {NUM_VARIANTS} CTAs a multiprocessor"
     if plan.backend == "portable":
         return None if plan.block_rows in (16, 32, 64) else "portable kernels take 16, 32 or 64 rows a CTA"
     if not key.sm90:
@@ -87,9 +90,12 @@ def is_legal(plan: Plan, key: Key) -> str | None:
         return "scales per token are read by the portable kernel only"
     if not key.tma:
         return "TMA needs caches whose address and strides are multiples of 16 bytes"
-    if plan.block_rows // plan.warps_row % 8 or 64 // plan.warps_tok % 16:
+    if plan.block_rows // plan.warps_row % 8 or plan.warps_tok not in (1, 2, 4, 8):
         return "a warp takes multiples of 8 rows and of 16 tokens"
-    if stage_bytes(key) * plan.stages + 10 * 1024 > SHARED_MEMORY:
+    if plan.warps_tok * plan.warps_row not in (4, 8, 16):
+        return "a CTA takes 4, 8 or 16 compute warps"
+    reserved = RESERVED * plan.warps_tok * plan.warps_row
+    if stage_bytes(key) * max(1, plan.warps_tok // 4) * plan.stages + reserved > SHARED_MEMORY:
         return "the stages do not fit shared memory"
     return None
 
@@ -107,14 +113,32 @@ def choose(key: Key) -> Plan:
 
 def _sm90_plan(key: Key) -> Plan:
     rows = min(32, max(8, 1 << (key.rows - 1).bit_length()))
-    # Eight rows a warp keep the accumulators at D x 8 fp32 a warp; more rows are spread over more warps.
+    # Eight rows a warp: the accumulators take head_dim / 4 registers then. More rows go to more warps.
     warps_row = rows // 8
-    warps_tok = 2 if rows == 32 else 4
+    if rows > 8 or key.kv_heads <= 2 or max(key.head_dim, key.v_dim) > 128:
+        # Eight compute warps a CTA and one CTA an SM: fewest chunks to merge, 128 tokens a step for 8 rows.
+        warps_tok, ctas = 8 // warps_row, 1
+    else:
+        # Many KV heads leave few bins a head: two CTAs of four warps an SM keep the bins fine.
+        warps_tok, ctas = 4, 2
+    step = max(64, 16 * warps_tok)
+    while step > 64 and 2 * step // 64 * stage_bytes(key) + 8 * RESERVED > SHARED_MEMORY:
+        warps_tok //= 2
+        step = max(64, 16 * warps_tok)
     warps = warps_tok * warps_row
-    ctas = 2 if warps == 4 else 1
-    stages = max(2, min(6, (SHARED_MEMORY // ctas - 10 * 1024) // stage_bytes(key)))
+    room = (SHARED_MEMORY // ctas - RESERVED * warps) // (step // 64 * stage_bytes(key))
+    # Three stages measured better than six for four warps (94.2 against 96.8 us, fp8 64/8 2x32K+30x4K).
+    stages = max(2, min(3 if ctas == 2 else 6, room))
     splits, chunk = static_split(key, ctas)
-    return Plan("sm90", ctas, rows, warps_tok, warps_row, stages, None, splits, chunk)
+    return Plan("sm90", ctas, rows, warps_tok, warps_row, stages, _registers(warps, ctas), splits, chunk)
+
+
+def _registers(warps: int, ctas: int) -> int:
+    """Registers a thread at launch: the register file over all warps, with four for the producer's warpgroup.
+
+    The compute warps take over what the producer's warpgroup gives up: 216 to 240 a thread.
+    """
+    return min(168 if warps > 4 else 144, 65536 // (32 * (warps + 4)) // ctas // 8 * 8)
 
 
 def _portable_plan(key: Key) -> Plan:

@@ -380,9 +380,10 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
                 _zero_dead(vview, stage, end - n0, C)
             s = _scores(kview, stage, q, LA, MMA, C)
             v = ()
-            for half in gl.static_range(VH):
-                v = v + (vview.index(stage * VH + half).permute([0, 2, 1]).load(LA),)
-            mbarrier.arrive(empty_bars.index(stage), count=1)
+            if not C.LATE_V:
+                for half in gl.static_range(VH):
+                    v = v + (vview.index(stage * VH + half).permute([0, 2, 1]).load(LA),)
+                mbarrier.arrive(empty_bars.index(stage), count=1)
             s = s * gl.expand_dims(row_scale, 1)
             if C.CAP:
                 s = (1.0 - 2.0 / (gl.exp2(s) + 1.0)) * (cap * _LOG2E)
@@ -399,12 +400,16 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
             p16 = gl.convert_layout(p.to(C.HALF), LB)
             new = ()
             for half in gl.static_range(VH):
+                if C.LATE_V:
+                    v = v + (vview.index(stage * VH + half).permute([0, 2, 1]).load(LA),)
                 if C.FP8:
                     v_even, v_odd = split_e4m3_pairs(v[half])
                     new = new + (mma_v2(v_even, p16, acc[2 * half] * alpha), mma_v2(v_odd, p16, acc[2 * half + 1] * alpha))
                 else:
                     new = new + (mma_v2(v[half], p16, acc[half] * alpha),)
             acc = new
+            if C.LATE_V:
+                mbarrier.arrive(empty_bars.index(stage), count=1)
             stage += 1
             if stage == C.STAGES:
                 stage = 0

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from hpc.attention.decode import plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Config:
     """Compile-time facts of one kernel; derived sizes are properties, so the cache key holds only what varies."""
 
@@ -34,6 +34,11 @@ class Config:
     FUSED: bool = False  # the last CTA of a split request merges its chunks
     PRODUCER_REGS: int = 40
     FAN: int = 16  # chunks merged by one CTA
+
+    def __repr__(self) -> str:
+        """Fields and derived values: Triton's cache knows a kernel by this text, so a changed rule must change it."""
+        derived = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
+        return "Config(" + ", ".join(f"{n}={getattr(self, n)}" for n in (*self.__dataclass_fields__, *derived)) + ")"
 
     @property
     def ROWS(self) -> int:
@@ -138,9 +143,14 @@ class Config:
         )
 
     @property
+    def LATE_V(self) -> bool:
+        """Load V half by half after the softmax: slower to free a stage, but head dim 256 spills otherwise."""
+        return self.DV > 128
+
+    @property
     def GATHER_CHUNKS(self) -> int:
-        """Chunks loaded at a time by a merge: all of a fan if 128 registers a thread hold them."""
-        room = 128 * 32 * self.WARPS // (self.R * self.DV)
+        """Chunks loaded at a time by a merge: as many of a fan as 64 registers a thread hold."""
+        room = 64 * 32 * self.WARPS // (self.R * self.DV)
         return max(1, min(self.FAN, 1 << (room.bit_length() - 1)))
 
     @property

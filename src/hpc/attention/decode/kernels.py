@@ -3,7 +3,7 @@
 One program owns one bin of 64-token KV tiles, one KV head and ``BLOCK_R`` query rows (rows of a request: new token
 times query head of the group). It walks its tiles request by request with an online softmax in base 2. A request that
 lies inside one bin is finished here; one that is spread over bins leaves a partial result per bin, merged by
-``combine._combine_kernel``. Bins come from the task map (dynamic) or from ``NUM_SPLITS`` (static).
+``merge._merge_kernel``. Bins come from the task map (dynamic) or from ``NUM_SPLITS`` (static).
 
 Numbers: FP8 operands are widened to fp16, where every e4m3 value and its products with fp32 accumulation are exact;
 probabilities are rounded to 16 bits (fp16 beside FP8 caches, bf16 beside bf16 ones), sums use the unrounded ones.
@@ -198,6 +198,7 @@ def _write_nan(
     do_not_specialize=[
         "num_requests", "num_pages", "max_pages", "signature", "softmax_scale", "logit_cap", "window",
         "stride_ids", "stride_qs_tok", "stride_ks_page", "stride_ks_row", "stride_ks_head",
+        "NUM_SPLITS", "MIN_CHUNK",
     ],
     do_not_specialize_on_alignment=[
         "lse_ptr", "block_ids_ptr", "seq_lens_ptr", "task_map_ptr", "qscale_ptr", "kscale_ptr", "vscale_ptr",
@@ -215,7 +216,7 @@ def _decode_attention_kernel(
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     QUANT_TYPE: tl.constexpr, SCALES_PER_ROW: tl.constexpr, NEW_KV_INCLUDED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, RETURN_LSE: tl.constexpr,
-    STATIC: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
+    STATIC: tl.constexpr, NUM_SPLITS, MIN_CHUNK,
     WIDE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Grid (bins, HKV, row blocks); static: bins = num_requests * NUM_SPLITS.
@@ -234,7 +235,7 @@ def _decode_attention_kernel(
     FP8: tl.constexpr = QUANT_TYPE >= 0
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_d = tl.arange(0, BLOCK_D)
-    capacity = (tl.minimum(max_pages.to(tl.int64) * PAGE, 2147483647 - TILE)).to(tl.int32)
+    capacity = (tl.minimum(max_pages.to(tl.int64) * PAGE, 2147483647 - 4 * TILE)).to(tl.int32)
     pdl_wait(PDL)
     pdl_launch(PDL)
 
@@ -270,9 +271,8 @@ def _decode_attention_kernel(
     if QUANT_TYPE == 0:
         value_scale = tl.load(vscale_ptr + h)
     if HAS_CAP:
-        scale_log2 = (
-            scale_log2 / LOG2E
-        )  # the cap acts on natural units; _attend returns to log2 units after it
+        # the cap acts on natural units; _attend returns to log2 units after it
+        scale_log2 = scale_log2 / LOG2E
 
     while (b < b_end) | ((b == b_end) & (t < t_end)):
         t_first, t_last = tile_range(length, window, S, HAS_WINDOW)
@@ -301,7 +301,7 @@ def _decode_attention_kernel(
         if STATIC:
             starts = t == t_first
             ends = t_stop == t_last
-        else:  # by the schedule alone, whatever the lengths are now: the combine must agree
+        else:  # by the schedule alone, whatever the lengths are now: the merge must agree
             starts = (b != first_b) | (n_chunks == 0)
             ends = b < b_end
         if starts & ends:

@@ -1,13 +1,20 @@
-"""Warm-up of decode attention: one tiny call of each kernel that the usual models reach."""
+"""Warm-up of decode attention: the kernels that the usual models reach, compiled in parallel, then loaded."""
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 
 import torch
 
-from hpc.attention.decode import cases
+from hpc.attention.decode import cases, launch, validate
 from hpc.attention.decode.case_lists import DecodeCase
+from hpc.attention.decode.choose import choose
+from hpc.common import env
+from hpc.common.offline import compiling_for
 from hpc.common.operator import Progress
 
 # (query heads, KV heads) of one rank: groups 4, 5, 7, 8, 12 and 16 at tensor-parallel sizes 1 to 8
@@ -15,6 +22,7 @@ HEADS = (
     (64, 8), (32, 8), (32, 4), (16, 2), (8, 1), (4, 1), (40, 8), (5, 1), (28, 4), (7, 1), (12, 1), (64, 4), (16, 1),
 )  # fmt: skip
 DTYPES = ("fp8", "bf16")
+TARGET_SMS = 132  # a count as good as any: it sets grids and splits, which no kernel is compiled for
 
 
 def shapes() -> list[DecodeCase]:
@@ -26,12 +34,56 @@ def shapes() -> list[DecodeCase]:
 
 
 def warmup(device: torch.device | str, progress: Progress | None) -> int:
-    """Run every shape once on a CUDA device; returns how many ran."""
+    """Compile every shape for a CUDA device or a named target (`sm90`); on a device also run each once.
+
+    Compilation fills Triton's cache from `HPC_WARMUP_JOBS` processes. Returns how many calls are ready.
+    """
     todo = shapes()
-    for done, params in enumerate(todo, start=1):
-        inputs = cases.make_tensors(params, device, seed=0)
-        cases.attend(inputs, cases.make_task_map(inputs) if params.dynamic else None)
-        if progress is not None:
-            path = "dynamic" if params.dynamic else "static"
-            progress(f"{params.dtype} {params.q_heads}/{params.kv_heads} {path}", done, len(todo))
+    target = device if isinstance(device, str) else "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    # a fresh interpreter each: CUDA does not survive a fork, and the parent may have launched already
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(env.warmup_jobs(), context, _compiling_worker) as pool:
+        jobs = {pool.submit(compile_shape, params, target): params for params in todo}
+        for done, job in enumerate(as_completed(jobs), start=1):
+            job.result()
+            if progress is not None:
+                progress(label(jobs[job]), done, len(todo))
+    if isinstance(device, torch.device):
+        for params in todo:
+            inputs = cases.make_tensors(params, device, seed=0)
+            cases.attend(inputs, cases.make_task_map(inputs) if params.dynamic else None)
     return len(todo)
+
+
+def label(params: DecodeCase) -> str:
+    """Name of a shape in the progress bar."""
+    return f"{params.dtype} {params.q_heads}/{params.kv_heads} {'dynamic' if params.dynamic else 'static'}"
+
+
+def _compiling_worker() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: the interpreter compiles nothing
+    torch.set_num_threads(1)
+
+
+def compile_shape(params: DecodeCase, target: str) -> None:
+    """Compile the launches of one call for `target`, with CPU tensors in the place of the device's."""
+    inputs = cases.make_tensors(params, "cpu", seed=0)
+    cache, scales = inputs.cache, (inputs.qscale, inputs.kscale, inputs.vscale)
+    task_map = cases.make_task_map(inputs) if params.dynamic else None
+    key, layout = validate.call(
+        "warmup", inputs.q, cache.kcache, cache.vcache, cache.block_ids, inputs.seq_lens, scales,
+        params.quant_type if params.dtype == "fp8" else -1, params.num_new_tokens - 1, params.new_kv_included, True,
+        task_map, None, None, params.window, params.logit_cap, inputs.sinks, False, False,
+    )  # fmt: skip
+    key = replace(key, sm90=target.startswith("sm90"), sms=TARGET_SMS)
+    call = launch.Call(key, choose(key), 0, layout, params.window)
+    out = torch.empty((*inputs.q.shape[:2], params.value_dim), dtype=torch.bfloat16)
+    scratch = torch.empty(call.words)
+    tensors = (
+        inputs.q, cache.kcache, cache.vcache, cache.block_ids, inputs.seq_lens,
+        *(scratch if tensor is None else tensor for tensor in (task_map, *scales, inputs.sinks)), out, scratch, scratch,
+    )  # fmt: skip
+    with compiling_for(target):
+        call._attend(0, tensors, params.head_dim**-0.5, 1.0)
+        if call._merge is not None:
+            call._merge(0, tensors)
