@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hpc.common.env import ensure_cache_dir
+
 
 class Kernel:
     """One compiled kernel on one device."""
@@ -37,11 +39,12 @@ class Kernel:
             self._run(*grid, stream, *self._args, None, None, None, *args)
 
     def _first_call(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"hpc.{self._name}: this shape has not run yet and kernels are not compiled inside a CUDA graph "
                 "capture. Run the call once eagerly before capture, or call hpc.warmup()."
             )
+        ensure_cache_dir()
         compiled = self._fn[grid](*args, **self._options)
         self._args = (compiled.function, compiled.packed_metadata)
         self._run = compiled.run

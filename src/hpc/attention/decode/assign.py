@@ -61,7 +61,7 @@ def on_host(lens: torch.Tensor, task_map: torch.Tensor, num_head_kv: int, num_ne
     """The pure-Python planner, copied into the map."""
     extra = 0 if included else num_new_tokens
     words = plan.build_task_map(
-        [max(0, length + extra) for length in lens.tolist()], sms=arch.sm_count(task_map.device),
+        [max(0, min(length, plan.LONGEST) + extra) for length in lens.tolist()], sms=arch.sm_count(task_map.device),
         num_kv_heads=num_head_kv, num_new_tokens=num_new_tokens,
         sig=plan.signature(num_head_kv, num_new_tokens, lens.numel(), window, included),
         min_process_len=min_process_len, max_num_batch=0, window=window,

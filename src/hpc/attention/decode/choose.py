@@ -13,6 +13,7 @@ from hpc.attention.decode.plan import NUM_VARIANTS
 TMA_HEAD_DIMS = (64, 128, 256)
 TMA_PAGE_SIZES = (16, 32, 64, 128, 256)
 SHARED_MEMORY = 227 * 1024  # bytes a CTA of SM90 may use
+IN_FLIGHT = 96 * 1024  # bytes of K and V under way in one SM
 RESERVED = 2304  # of it a compute warp, for exchanges between warps; barriers included
 
 
@@ -127,8 +128,9 @@ def _sm90_plan(key: Key) -> Plan:
         step = max(64, 16 * warps_tok)
     warps = warps_tok * warps_row
     room = (SHARED_MEMORY // ctas - RESERVED * warps) // (step // 64 * stage_bytes(key))
-    # Three stages measured better than six for four warps (94.2 against 96.8 us, fp8 64/8 2x32K+30x4K).
-    stages = max(2, min(3 if ctas == 2 else 6, room))
+    # About 96 KiB in flight an SM; more was slower (127.4 against 122.9 us with 192 KiB, fp8 64/8 64x4K).
+    wanted = -(-IN_FLIGHT // (ctas * (step // 64) * stage_bytes(key)))
+    stages = max(2, min(max(3, wanted), room))
     splits, chunk = static_split(key, ctas)
     return Plan("sm90", ctas, rows, warps_tok, warps_row, stages, _registers(warps, ctas), splits, chunk)
 

@@ -28,6 +28,7 @@ from hpc.attention.decode import plan
 from hpc.attention.decode.hopper_config import Config
 from hpc.attention.decode.hopper_merge import M_INIT, add_sink, merge_last
 from hpc.common.gluon import (
+    barrier,
     TensorDescriptor,
     fence_async_shared,
     mbarrier,
@@ -43,6 +44,7 @@ __all__ = ["Config", "TensorDescriptor"]
 _TILE = gl.constexpr(plan.TILE)
 _ENTRY = gl.constexpr(plan.ENTRY_WORDS)
 _LOG2E = gl.constexpr(1.4426950408889634)
+_LONGEST = gl.constexpr(plan.LONGEST)
 
 
 @gluon.jit
@@ -56,7 +58,7 @@ def _tiles(length, S: gl.constexpr, window, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _length(seq_ptr, b, batch, extra):
-    return gl.maximum(gl.load(seq_ptr + b, mask=b < batch, other=0) + extra, 0)
+    return gl.maximum(gl.minimum(gl.load(seq_ptr + b, mask=b < batch, other=0), _LONGEST) + extra, 0)
 
 
 @gluon.jit
@@ -222,20 +224,11 @@ def _split_q(pieces, C: gl.constexpr):
 
 
 @gluon.jit
-def _zero_dead(vview, stage, live, C: gl.constexpr):
-    """Zero the rows from `live` on of the V tile in shared memory: whatever they hold, 0 * V must be 0.
-
-    In place, because a select on the operands would cost two instructions a register on every tile.
-    """
-    VH: gl.constexpr = C.VH
-    tok = gl.expand_dims(gl.expand_dims(gl.arange(0, C.STEP // C.WT, gl.SliceLayout(0, gl.SliceLayout(2, C.PATCH))), 0), 2)
-    grp = gl.expand_dims(gl.expand_dims(gl.arange(0, C.WT, gl.SliceLayout(1, gl.SliceLayout(2, C.PATCH))), 1), 2)
-    keep = tok + grp * (C.STEP // C.WT) < live
-    for half in gl.static_range(VH):
-        tile = vview.index(stage * VH + half)
-        v = tile.load(C.PATCH)
-        tile.store(gl.where(keep, v, gl.zeros_like(v)))
-    fence_async_shared()
+def _zero_dead(v, live, LA: gl.constexpr, C: gl.constexpr):
+    """A V^T operand [WT, DPV, STEP // WT] with the tokens from `live` on zeroed: whatever they hold, 0 * V must be 0."""
+    tok = gl.expand_dims(gl.expand_dims(gl.arange(0, C.STEP // C.WT, gl.SliceLayout(0, gl.SliceLayout(1, LA))), 0), 1)
+    grp = gl.expand_dims(gl.expand_dims(gl.arange(0, C.WT, gl.SliceLayout(1, gl.SliceLayout(2, LA))), 1), 2)
+    return gl.where(tok + grp * (C.STEP // C.WT) < live, v, gl.zeros_like(v))
 
 
 @gluon.jit
@@ -376,14 +369,19 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
         for tile in range(first_tile, t_hi, C.STEP // _TILE):
             mbarrier.wait(full_bars.index(stage), phase)
             n0 = tile * _TILE
-            if n0 + C.STEP > end:
-                _zero_dead(vview, stage, end - n0, C)
             s = _scores(kview, stage, q, LA, MMA, C)
             v = ()
             if not C.LATE_V:
                 for half in gl.static_range(VH):
                     v = v + (vview.index(stage * VH + half).permute([0, 2, 1]).load(LA),)
                 mbarrier.arrive(empty_bars.index(stage), count=1)
+                if n0 + C.STEP > end:
+                    # The barrier keeps this a branch: as selects it would cost two instructions a register a tile.
+                    barrier()
+                    kept = ()
+                    for half in gl.static_range(VH):
+                        kept = kept + (_zero_dead(v[half], end - n0, LA, C),)
+                    v = kept
             s = s * gl.expand_dims(row_scale, 1)
             if C.CAP:
                 s = (1.0 - 2.0 / (gl.exp2(s) + 1.0)) * (cap * _LOG2E)
@@ -401,7 +399,8 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
             new = ()
             for half in gl.static_range(VH):
                 if C.LATE_V:
-                    v = v + (vview.index(stage * VH + half).permute([0, 2, 1]).load(LA),)
+                    raw = vview.index(stage * VH + half).permute([0, 2, 1]).load(LA)
+                    v = v + (_zero_dead(raw, end - n0, LA, C),)
                 if C.FP8:
                     v_even, v_odd = split_e4m3_pairs(v[half])
                     new = new + (mma_v2(v_even, p16, acc[2 * half] * alpha), mma_v2(v_odd, p16, acc[2 * half + 1] * alpha))

@@ -163,9 +163,3 @@ class Config:
         return gl.BlockedLayout(
             [self.GATHER_CHUNKS, per_r, 4], [1, lanes_r, along_d], [1, warps_r, self.WARPS // warps_r], [2, 1, 0]
         )
-
-    @property
-    def PATCH(self):
-        """[WT, tokens, DPV] words of a V tile, for rewriting it."""
-        lanes_d = min(32, self.DPV // 2)
-        return gl.BlockedLayout([1, 1, 2], [1, 32 // lanes_d, lanes_d], [self.WT, self.WR, 1], [2, 1, 0])

@@ -10,7 +10,6 @@ import torch
 from hpc.attention.decode import choose, plan
 from hpc.common.launch import Kernel, TmaTensor, raw_stream
 
-INT32_SAFE = 2**31 - 1 - 4 * plan.TILE
 BUSY_PROGRAMS = 2048  # about one wave of merge programs; more only queue up behind it
 
 
@@ -55,7 +54,7 @@ class Call:
         self.window = 0 if window is None else window
         self.slots, self.part_offset, self.words = scratch(key, chosen)
         self.signature = plan.signature(key.kv_heads, key.num_new_tokens, key.batch, window, key.new_kv_included)
-        self.max_tokens = min(key.max_pages * key.page_size, INT32_SAFE)
+        self.max_tokens = min(key.max_pages * key.page_size, plan.LONGEST)
         self.extra = 0 if key.new_kv_included else key.num_new_tokens
         self.pdl = key.sm90
         if key.dynamic:
@@ -129,19 +128,19 @@ class Call:
             *layout.qscale, *layout.out, config,
         )  # fmt: skip
 
-        def describe(tensor: torch.Tensor, shape: list[int], strides: list[int], box: list[int], smem: Any) -> Any:
-            if kernel.compiled:
-                return TmaTensor(tensor, shape, strides)
-            return hopper.TensorDescriptor(tensor, shape, strides, box, smem)
-
         k_box, v_box = [1, config.PB, 1, config.DBK], [1, config.PB, 1, config.DBV]
         k_smem, v_smem = config.K_BOX, config.V_BOX
 
         def attend(stream: int, tensors: tuple[torch.Tensor, ...], scale: float, cap: float) -> None:
             q, k, v, *rest = tensors
-            k_desc = describe(k, k_shape, k_strides, k_box, k_smem)
-            v_desc = describe(v, v_shape, v_strides, v_box, v_smem)
-            kernel(grid, stream, (q, k_desc, v_desc, *rest, *before, scale, cap, *after))
+            if kernel.compiled:  # raw addresses spare the launcher a driver query a pointer
+                k_desc, v_desc = TmaTensor(k, k_shape, k_strides), TmaTensor(v, v_shape, v_strides)
+                pointers = [t.data_ptr() for t in rest]
+                kernel(grid, stream, (q.data_ptr(), k_desc, v_desc, *pointers, *before, scale, cap, *after))
+            else:
+                k_desc = hopper.TensorDescriptor(k, k_shape, k_strides, k_box, k_smem)
+                v_desc = hopper.TensorDescriptor(v, v_shape, v_strides, v_box, v_smem)
+                kernel(grid, stream, (q, k_desc, v_desc, *rest, *before, scale, cap, *after))
 
         return attend
 
@@ -149,8 +148,9 @@ class Call:
         from hpc.attention.decode import kernels
 
         key, chosen, layout = self.key, self.plan, self.layout
+        warps = 8 if chosen.block_rows > 32 or chosen.block_rows == 32 and max(key.head_dim, key.v_dim) > 128 else 4
         kernel = Kernel(
-            kernels._decode_attention_kernel, "attention_decode", num_warps=4 if chosen.block_rows <= 32 else 8,
+            kernels._decode_attention_kernel, "attention_decode", num_warps=warps,
             launch_pdl=self.pdl,
         )  # fmt: skip
         grid = (self.bins, key.kv_heads, -(-key.rows // chosen.block_rows))
@@ -200,6 +200,9 @@ class Call:
 
         def run(stream: int, tensors: tuple[torch.Tensor, ...]) -> None:
             _, _, _, _, seq_lens, task_map, _, _, vscale, sinks, out, lse, ml = tensors
-            kernel(grid, stream, (ml, out, lse, seq_lens, task_map, vscale, sinks, *fixed))
+            pointers: tuple[Any, ...] = (ml, out, lse, seq_lens, task_map, vscale, sinks)
+            if kernel.compiled:
+                pointers = tuple(t.data_ptr() for t in pointers)
+            kernel(grid, stream, (*pointers, *fixed))
 
         return run

@@ -15,7 +15,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _static_chunks(seq_ptr, b, extra, max_tokens, new_tokens, window, num_splits, min_chunk, WINDOW: tl.constexpr):
     """Chunks of request b on the static path, as `plan.static_chunk_tiles` cuts it."""
-    length = tl.minimum(tl.maximum(tl.load(seq_ptr + b) + extra, 0), max_tokens)
+    length = tl.minimum(tl.maximum(tl.minimum(tl.load(seq_ptr + b), max_tokens) + extra, 0), max_tokens)
     first = 0
     if WINDOW:
         first = tl.maximum(length - new_tokens + 1 - window, 0) // _TILE

@@ -28,6 +28,7 @@ ENTRY_WORDS = 8  # of a bin
 MERGE_WORDS = 4  # of a merge entry
 NUM_VARIANTS = 2  # schedules for one and for two CTAs an SM, so that the attention kernel may pick either
 LAYOUT_VERSION = 1
+LONGEST = 2**31 - 1 - 256  # lengths are clipped to it: room for the new tokens and for rounding up to a tile
 MAX_ROW_BLOCKS = 32  # a request has at most 64 heads x 16 tokens = 1024 rows a kv head, a CTA takes 32 of them
 FLOOR_TILES = (8, 4)  # minimum work of a bin by variant, unless min_process_len asks for less
 

@@ -14,6 +14,7 @@ _TILE = tl.constexpr(plan.TILE)
 _TILE_COST = tl.constexpr(plan.TILE_COST)
 _SEGMENT_COST = tl.constexpr(plan.SEGMENT_COST)
 _SNAP = tl.constexpr(plan.SNAP)
+_LONGEST = tl.constexpr(plan.LONGEST)
 _HEADER = tl.constexpr(plan.HEADER_WORDS)
 _ENTRY = tl.constexpr(plan.ENTRY_WORDS)
 _MERGE = tl.constexpr(plan.MERGE_WORDS)
@@ -27,7 +28,8 @@ _CLEAR = tl.constexpr(CLEAR)
 
 @triton.jit
 def _lengths(seq_ptr, idx, mask, extra):
-    return tl.maximum(tl.load(seq_ptr + idx, mask=mask, other=0).to(tl.int64) + extra, 0)
+    raw = tl.minimum(tl.load(seq_ptr + idx, mask=mask, other=0), _LONGEST)
+    return tl.maximum(raw.to(tl.int64) + extra, 0)
 
 
 @triton.jit
