@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -11,7 +13,12 @@ from hpc.testing import make_paged_cache
 
 pytestmark = pytest.mark.gpu
 
+alone = pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ, reason="measures bandwidth: needs the GPU alone"
+)
 
+
+@alone
 def test_cold_inputs_are_slower_than_cached_ones(device: torch.device) -> None:
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     size = l2_bytes // 4
@@ -30,6 +37,7 @@ def test_cold_inputs_are_slower_than_cached_ones(device: torch.device) -> None:
     assert result["cold"].median_us > 1.1 * result["cached"].median_us
 
 
+@alone
 def test_a_large_copy_takes_its_bytes_over_the_rate(device: torch.device) -> None:
     source = torch.empty(1 << 28, dtype=torch.float32, device=device).normal_()
     target = torch.empty_like(source)
@@ -42,6 +50,7 @@ def test_a_large_copy_takes_its_bytes_over_the_rate(device: torch.device) -> Non
     assert timing.p20_us <= timing.median_us <= timing.p80_us < 1.2 * timing.p20_us
 
 
+@alone
 def test_the_table_agrees_with_a_measurement(device: torch.device) -> None:
     found, measured = rates(device), measure(device)
     assert found is not None

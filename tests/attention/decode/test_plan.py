@@ -1,4 +1,4 @@
-"""The planner as properties: every tile exactly once, balance, chunks and merges as a brute-force owner map has them."""
+"""The planner as properties: every tile exactly once, balance, chunks and merges as a brute-force map has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import hpc
 from hpc.attention.decode import choose, launch, plan
 
 LENGTHS = st.lists(
-    st.one_of(st.integers(0, 300), st.integers(0, 20_000), st.sampled_from([0, 1, 63, 64, 65, 128, 129, 131072])),
+    st.one_of(
+        st.integers(0, 300), st.integers(0, 20_000), st.sampled_from([0, 1, 63, 64, 65, 128, 129, 131072])
+    ),
     max_size=40,
 )
 WINDOWS = st.one_of(st.none(), st.integers(1, 5000))
@@ -43,7 +45,9 @@ def test_every_tile_exactly_once_and_in_order(lens, new, n_bins, floor, window):
     walked = [(b, t) for bin_ in bins for b, lo, hi in segments(bin_, ranges) for t in range(lo, hi)]
     assert walked == [(b, t) for b, (lo, hi) in enumerate(ranges) for t in range(lo, hi)]
     for bin_ in bins:
-        assert all(lo < hi for _, lo, hi in segments(bin_, ranges)), "an empty segment would write zeros over a result"
+        assert all(lo < hi for _, lo, hi in segments(bin_, ranges)), (
+            "an empty segment would write zeros over a result"
+        )
 
 
 @given(lens=LENGTHS, n_bins=BINS, floor=st.integers(1, 12))
@@ -122,7 +126,13 @@ def test_tiles_are_those_with_a_visible_key(length, new, window):
 def test_header_and_size_of_the_map(lens, kv_heads, process):
     sms = 20
     words = plan.build_task_map(
-        lens, sms=sms, num_kv_heads=kv_heads, num_new_tokens=1, sig=9, min_process_len=process, max_num_batch=3
+        lens,
+        sms=sms,
+        num_kv_heads=kv_heads,
+        num_new_tokens=1,
+        sig=9,
+        min_process_len=process,
+        max_num_batch=3,
     )
     assert len(words) == plan.workspace_words(sms, kv_heads)
     bins = plan.build_bins(lens, 1, plan.num_bins(sms, kv_heads, 1), plan.floor_tiles(1, process))
@@ -131,7 +141,9 @@ def test_header_and_size_of_the_map(lens, kv_heads, process):
     assert words[1:4] == [len(bins) * kv_heads, kv_heads, 3]
     assert words[6:8] == [9, plan.LAYOUT_VERSION]
     assert words[4] == 4 * (plan.variant_offset(sms, kv_heads, plan.NUM_VARIANTS) - plan.HEADER_WORDS)
-    assert not any(words[plan.variant_offset(sms, kv_heads, plan.NUM_VARIANTS) :]), "merge counters start at zero"
+    assert not any(words[plan.variant_offset(sms, kv_heads, plan.NUM_VARIANTS) :]), (
+        "merge counters start at zero"
+    )
 
 
 def test_a_smaller_min_process_len_cuts_finer_and_a_larger_one_never_past_the_floor():
@@ -150,7 +162,9 @@ def test_static_chunks_cover_a_request(length, splits, least, window):
 
 
 def test_signature_mixes_every_part():
-    grid = itertools.product((1, 2, 4, 8), range(1, 17), (0, 1, 2, 64, 256, 512), (None, 1, 128, 4096), (False, True))
+    grid = itertools.product(
+        (1, 2, 4, 8), range(1, 17), (0, 1, 2, 64, 256, 512), (None, 1, 128, 4096), (False, True)
+    )
     seen = {plan.signature(*parts): parts for parts in grid}
     assert len(seen) == 4 * 16 * 6 * 4 * 2
     assert all(0 < value < 2**31 for value in seen)
@@ -175,7 +189,9 @@ def test_every_choice_is_legal(sm90):
         chosen = choose.choose(key)
         assert choose.is_legal(chosen, key) is None, (key, chosen)
         assert 0 <= chosen.variant < plan.NUM_VARIANTS
-        assert -(-key.rows // chosen.block_rows) <= plan.MAX_ROW_BLOCKS, "the map has no counters for more row blocks"
+        assert -(-key.rows // chosen.block_rows) <= plan.MAX_ROW_BLOCKS, (
+            "the map has no counters for more row blocks"
+        )
         backends.add(chosen.backend)
     assert backends == ({"sm90", "portable"} if sm90 else {"portable"})
 

@@ -71,8 +71,9 @@ def attention_decode_bf16(
     Source: FlashAttention's online softmax (Dao et al., 2022), split-KV with log-sum-exp merge (Flash-Decoding, 2023).
     """
     if torch.compiler.is_compiling():
-        return ops.traced_bf16(q, kcache, vcache, block_ids, num_seq_kvcache, mtp, new_kv_included, splitk, task_map,
-                               output, softmax_scale, window, logit_cap, sinks, return_lse, batch_invariant)  # fmt: skip
+        args = (q, kcache, vcache, block_ids, num_seq_kvcache, mtp, new_kv_included, splitk, task_map, softmax_scale,
+                window, logit_cap, sinks, return_lse, batch_invariant)  # fmt: skip
+        return ops.traced("attention_decode_bf16", args, output, return_lse)
     return entry.decode(
         "attention_decode_bf16", q, kcache, vcache, block_ids, num_seq_kvcache, (None, None, None), -1, mtp,
         new_kv_included, splitk, task_map, split_flag, output, softmax_scale, window, logit_cap, sinks, return_lse,
@@ -128,9 +129,9 @@ def attention_decode_fp8(
     """
     quant = validate.quant_type("attention_decode_fp8", quant_type)
     if torch.compiler.is_compiling():
-        return ops.traced_fp8(q, kcache, vcache, block_ids, num_seq_kvcache, qscale, kscale, vscale, mtp,
-                              new_kv_included, quant, splitk, task_map, output, softmax_scale, window, logit_cap, sinks,
-                              return_lse, batch_invariant)  # fmt: skip
+        args = (q, kcache, vcache, block_ids, num_seq_kvcache, qscale, kscale, vscale, mtp, new_kv_included, quant, splitk,
+                task_map, softmax_scale, window, logit_cap, sinks, return_lse, batch_invariant)  # fmt: skip
+        return ops.traced("attention_decode_fp8", args, output, return_lse)
     return entry.decode(
         "attention_decode_fp8", q, kcache, vcache, block_ids, num_seq_kvcache, (qscale, kscale, vscale), quant, mtp,
         new_kv_included, splitk, task_map, split_flag, output, softmax_scale, window, logit_cap, sinks, return_lse,

@@ -37,7 +37,11 @@ def get_attention_decode_task_workspace(
     Source: persistent near-equal bins, as in Stream-K (Osama et al., 2023).
     """
     name = "get_attention_decode_task_workspace"
-    for argument, value in (("max_num_batch", max_num_batch), ("max_seqlen", max_seqlen), ("num_head_kv", num_head_kv)):
+    for argument, value in (
+        ("max_num_batch", max_num_batch),
+        ("max_seqlen", max_seqlen),
+        ("num_head_kv", num_head_kv),
+    ):
         checks.int_range(name, argument, value, 1)
     checks.int_range(name, "min_process_len", min_process_len, 0)
     default = "cuda" if arch.gpu_available() else "cpu"
@@ -78,7 +82,9 @@ def assign_attention_decode_task(
     Source: persistent near-equal bins, as in Stream-K (Osama et al., 2023).
     """
     if torch.compiler.is_compiling():
-        return ops.traced_assign(num_seq_kvcache, task_map, num_head_kv, mtp, new_kv_included, min_process_len, window)
+        return ops.traced_assign(
+            num_seq_kvcache, task_map, num_head_kv, mtp, new_kv_included, min_process_len, window
+        )
     name = "assign_attention_decode_task"
     checks.dtype(name, "num_seq_kvcache", num_seq_kvcache, torch.int32, "Convert with .to(torch.int32).")
     checks.ndim(name, "num_seq_kvcache", num_seq_kvcache, 1, "Pass one length a request.")
@@ -148,7 +154,11 @@ def get_attention_decode_scratch_size(
     Source: the partials of Flash-Decoding (2023), bounded by the number of bins.
     """
     name = "get_attention_decode_scratch_size"
-    for argument, value in (("num_batch", num_batch), ("num_head_q", num_head_q), ("num_head_kv", num_head_kv)):
+    for argument, value in (
+        ("num_batch", num_batch),
+        ("num_head_q", num_head_q),
+        ("num_head_kv", num_head_kv),
+    ):
         checks.int_range(name, argument, value, 1)
     checks.int_range(name, "mtp", mtp, 0, validate.MAX_NEW_TOKENS - 1)
     where = device if device is not None else ("cuda" if arch.gpu_available() else "cpu")

@@ -74,7 +74,16 @@ def on_host(lens: torch.Tensor, task_map: torch.Tensor, num_head_kv: int, num_ne
 def describe(task_map: torch.Tensor) -> str:
     """The header and the bins of each variant, a line a bin that has work."""
     words = task_map.view(torch.int32).cpu().tolist()
-    names = ("tile budget + 1", "ctas", "kv heads", "max batch", "schedule bytes", "max chunks", "signature", "layout")
+    names = (
+        "tile budget + 1",
+        "ctas",
+        "kv heads",
+        "max batch",
+        "schedule bytes",
+        "max chunks",
+        "signature",
+        "layout",
+    )
     lines = ["task map: " + ", ".join(f"{name} {words[i]}" for i, name in enumerate(names))]
     if words[7] != plan.LAYOUT_VERSION:
         return lines[0] + " (not assigned yet)"
@@ -83,8 +92,12 @@ def describe(task_map: torch.Tensor) -> str:
         start = plan.variant_offset(sms, words[2], v)
         lines.append(f"schedule for {v + 1} CTA(s) an SM, {plan.num_bins(sms, words[2], v)} bins:")
         for g in range(plan.num_bins(sms, words[2], v)):
-            _, b, t0, b_end, t_end, length, g0, chunks = words[start + g * plan.ENTRY_WORDS :][: plan.ENTRY_WORDS]
+            _, b, t0, b_end, t_end, length, g0, chunks = words[start + g * plan.ENTRY_WORDS :][
+                : plan.ENTRY_WORDS
+            ]
             if b < b_end or t_end:
                 shared = f", chunk of a request begun in bin {g0}, {chunks} chunks" if chunks else ""
-                lines.append(f"  bin {g}: request {b} tile {t0} to request {b_end} tile {t_end}, length {length}{shared}")
+                lines.append(
+                    f"  bin {g}: request {b} tile {t0} to request {b_end} tile {t_end}, length {length}{shared}"
+                )
     return "\n".join(lines)

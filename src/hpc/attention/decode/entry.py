@@ -50,7 +50,12 @@ def decode(
     signature: tuple[Any, ...] = ()
     if isinstance(q, torch.Tensor) and q.is_cuda:
         try:
-            address = q.data_ptr() | kcache.data_ptr() | vcache.data_ptr() | (0 if output is None else output.data_ptr())
+            address = (
+                q.data_ptr()
+                | kcache.data_ptr()
+                | vcache.data_ptr()
+                | (0 if output is None else output.data_ptr())
+            )
             signature = (
                 _facts(q), _facts(kcache), _facts(vcache), _facts(block_ids), _facts(seq_lens), _facts(scales[0]),
                 _facts(scales[1]), _facts(scales[2]), _facts(task_map), _facts(split_flag), _facts(output),

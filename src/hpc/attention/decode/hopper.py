@@ -28,8 +28,8 @@ from hpc.attention.decode import plan
 from hpc.attention.decode.hopper_config import Config
 from hpc.attention.decode.hopper_merge import M_INIT, add_sink, merge_last
 from hpc.common.gluon import (
-    barrier,
     TensorDescriptor,
+    barrier,
     fence_async_shared,
     mbarrier,
     mma_v2,
@@ -83,9 +83,13 @@ def _fetch(k_desc, v_desc, kbuf, vbuf, bar, stage, pages, h, t, C: gl.constexpr)
     for j in gl.static_range(NP):
         offset = (t * _TILE + j * C.PB) % C.P
         for half in gl.static_range(KH):
-            tma_load(k_desc, [pages[j], offset, h, half * C.DBK], bar, kbuf.index((stage * KH + half) * NP + j))
+            tma_load(
+                k_desc, [pages[j], offset, h, half * C.DBK], bar, kbuf.index((stage * KH + half) * NP + j)
+            )
         for half in gl.static_range(VH):
-            tma_load(v_desc, [pages[j], offset, h, half * C.DBV], bar, vbuf.index((stage * VH + half) * NP + j))
+            tma_load(
+                v_desc, [pages[j], offset, h, half * C.DBV], bar, vbuf.index((stage * VH + half) * NP + j)
+            )
 
 
 @gluon.jit
@@ -129,7 +133,7 @@ def _producer(k_desc, v_desc, kbuf, vbuf, full_bars, empty_bars, block_ptr, seq_
     pid = gl.program_id(0)
     h = pid % (C.HKV * C.RB) % C.HKV
     g = pid // (C.HKV * C.RB)
-    b, t, b_end, t_end, length, ours = _first_work(
+    b, t, b_end, t_end, length, _ = _first_work(
         map_ptr, seq_ptr, batch, extra, max_tokens, n_bins, sig, window, num_splits, min_chunk, g, C
     )
     lo, full = _tiles(length, C.S, window, C.WINDOW)
@@ -170,7 +174,10 @@ def _load_q(q_ptr, qs_ptr, b, h, row0, stride_q_tok, stride_q_head, stride_qs_to
     """Q^T as B operands, one [WT, DP, R] piece for each 128-byte half of a row (e4m3: int16 pairs), and its scales."""
     KH: gl.constexpr = C.KH
     d = gl.expand_dims(gl.expand_dims(gl.arange(0, C.DPK, gl.SliceLayout(0, gl.SliceLayout(2, LB))), 0), 2)
-    r = gl.expand_dims(gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, gl.SliceLayout(1, LB))), 0), 1) + row0
+    r = (
+        gl.expand_dims(gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, gl.SliceLayout(1, LB))), 0), 1)
+        + row0
+    )
     w = gl.expand_dims(gl.expand_dims(gl.arange(0, C.WT, gl.SliceLayout(1, gl.SliceLayout(2, LB))), 1), 2)
     base = q_ptr + (b * C.S).to(gl.int64) * stride_q_tok
     off = (r // C.G) * stride_q_tok + (h * C.G + r % C.G) * stride_q_head + d + w * 0
@@ -225,8 +232,10 @@ def _split_q(pieces, C: gl.constexpr):
 
 @gluon.jit
 def _zero_dead(v, live, LA: gl.constexpr, C: gl.constexpr):
-    """A V^T operand [WT, DPV, STEP // WT] with the tokens from `live` on zeroed: whatever they hold, 0 * V must be 0."""
-    tok = gl.expand_dims(gl.expand_dims(gl.arange(0, C.STEP // C.WT, gl.SliceLayout(0, gl.SliceLayout(1, LA))), 0), 1)
+    """A V^T operand [WT, DPV, STEP // WT] with tokens from `live` on zeroed: whatever they hold, 0 * V must be 0."""
+    tok = gl.expand_dims(
+        gl.expand_dims(gl.arange(0, C.STEP // C.WT, gl.SliceLayout(0, gl.SliceLayout(1, LA))), 0), 1
+    )
     grp = gl.expand_dims(gl.expand_dims(gl.arange(0, C.WT, gl.SliceLayout(1, gl.SliceLayout(2, LA))), 1), 2)
     return gl.where(tok + grp * (C.STEP // C.WT) < live, v, gl.zeros_like(v))
 
@@ -234,7 +243,9 @@ def _zero_dead(v, live, LA: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _mask_scores(s, n0, length, end, row0, window, MMA: gl.constexpr, C: gl.constexpr):
     """-inf where a row must not see a key: row i of S sees keys j with limit - window <= j < limit = L - S + 1 + i."""
-    tok = gl.expand_dims(gl.expand_dims(gl.arange(0, C.STEP // C.WT, gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0), 2)
+    tok = gl.expand_dims(
+        gl.expand_dims(gl.arange(0, C.STEP // C.WT, gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0), 2
+    )
     grp = gl.expand_dims(gl.expand_dims(gl.arange(0, C.WT, gl.SliceLayout(1, gl.SliceLayout(2, MMA))), 1), 2)
     row = gl.expand_dims(gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, gl.SliceLayout(1, MMA))), 0), 1)
     key = tok + grp * (C.STEP // C.WT) + n0
@@ -403,7 +414,10 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
                     v = v + (_zero_dead(raw, end - n0, LA, C),)
                 if C.FP8:
                     v_even, v_odd = split_e4m3_pairs(v[half])
-                    new = new + (mma_v2(v_even, p16, acc[2 * half] * alpha), mma_v2(v_odd, p16, acc[2 * half + 1] * alpha))
+                    new = new + (
+                        mma_v2(v_even, p16, acc[2 * half] * alpha),
+                        mma_v2(v_odd, p16, acc[2 * half + 1] * alpha),
+                    )
                 else:
                     new = new + (mma_v2(v[half], p16, acc[half] * alpha),)
             acc = new
@@ -435,14 +449,15 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
 
 
 @gluon.jit(
-    do_not_specialize=["map_offset", "count_offset", "extra", "max_tokens", "batch", "n_bins", "sig", "window", "stride_block", "num_q_heads",
-                       "stride_qs_tok", "stride_qs_head", "num_splits", "min_chunk"],
+    do_not_specialize=["map_offset", "count_offset", "extra", "max_tokens", "batch", "n_bins", "sig", "window",
+                       "stride_block", "num_q_heads", "stride_qs_tok", "stride_qs_head", "num_splits", "min_chunk"],
     do_not_specialize_on_alignment=["block_ptr", "seq_ptr", "task_map_ptr", "qs_ptr", "ks_ptr", "vs_ptr", "sinks_ptr",
                                     "lse_ptr"],
 )  # fmt: skip
 def _decode_sm90_kernel(
-    q_ptr, k_desc, v_desc, block_ptr, seq_ptr, task_map_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr, o_ptr, lse_ptr, ml_ptr,
-    map_offset, count_offset, part_offset, batch, extra, max_tokens, n_bins, sig, window, scale, cap, num_splits, min_chunk, num_q_heads,
+    q_ptr, k_desc, v_desc, block_ptr, seq_ptr, task_map_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr,
+    o_ptr, lse_ptr, ml_ptr, map_offset, count_offset, part_offset,
+    batch, extra, max_tokens, n_bins, sig, window, scale, cap, num_splits, min_chunk, num_q_heads,
     stride_block, stride_q_tok, stride_q_head, stride_qs_tok, stride_qs_head, stride_o_tok, stride_o_head,
     C: gl.constexpr,
 ):  # fmt: skip
@@ -472,10 +487,10 @@ def _decode_sm90_kernel(
     pdl_launch(C.PDL)
     gl.warp_specialize(
         [
-            (_consumer, (kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr,
-                         o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr, batch, extra, max_tokens, n_bins, sig, window,
-                         scale, cap, num_splits, min_chunk, num_q_heads, stride_q_tok, stride_q_head, stride_qs_tok,
-                         stride_qs_head, stride_o_tok, stride_o_head, C)),
+            (_consumer, (kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_ptr, ks_ptr, vs_ptr,
+                         sinks_ptr, o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr, batch, extra, max_tokens, n_bins,
+                         sig, window, scale, cap, num_splits, min_chunk, num_q_heads, stride_q_tok, stride_q_head,
+                         stride_qs_tok, stride_qs_head, stride_o_tok, stride_o_head, C)),
             (_producer, (k_desc, v_desc, kbuf, vbuf, full_bars, empty_bars, block_ptr, seq_ptr, map_ptr, batch, extra,
                          max_tokens, n_bins, sig, window, num_splits, min_chunk, stride_block, C)),
         ],

@@ -38,7 +38,11 @@ class Config:
     def __repr__(self) -> str:
         """Fields and derived values: Triton's cache knows a kernel by this text, so a changed rule must change it."""
         derived = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        return "Config(" + ", ".join(f"{n}={getattr(self, n)}" for n in (*self.__dataclass_fields__, *derived)) + ")"
+        return (
+            "Config("
+            + ", ".join(f"{n}={getattr(self, n)}" for n in (*self.__dataclass_fields__, *derived))
+            + ")"
+        )
 
     @property
     def ROWS(self) -> int:
@@ -161,5 +165,8 @@ class Config:
         warps_r = max(1, min(self.WARPS, self.R // lanes_r))
         per_r = max(1, self.R // (lanes_r * warps_r))
         return gl.BlockedLayout(
-            [self.GATHER_CHUNKS, per_r, 4], [1, lanes_r, along_d], [1, warps_r, self.WARPS // warps_r], [2, 1, 0]
+            [self.GATHER_CHUNKS, per_r, 4],
+            [1, lanes_r, along_d],
+            [1, warps_r, self.WARPS // warps_r],
+            [2, 1, 0],
         )

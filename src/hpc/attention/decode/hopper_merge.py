@@ -45,7 +45,9 @@ def _gather(part_ptr, ml_ptr, g0, first, stride, count, h, row0, C: gl.constexpr
         m_c = gl.load(ml_ptr + row * 2, mask=mask, other=M_INIT, cache_modifier=".cg")
         l_c = gl.load(ml_ptr + row * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
         offs = gl.expand_dims(row, 2) * C.DV + d
-        o_c = gl.load(part_ptr + offs, mask=gl.expand_dims(mask, 2) & (d >= 0), other=0.0, cache_modifier=".cg")
+        o_c = gl.load(
+            part_ptr + offs, mask=gl.expand_dims(mask, 2) & (d >= 0), other=0.0, cache_modifier=".cg"
+        )
         m_new = gl.maximum(m, gl.convert_layout(gl.max(m_c, 0), LM))
         keep = gl.exp2(m - m_new)
         weight = gl.exp2(m_c - gl.expand_dims(gl.convert_layout(m_new, gl.SliceLayout(0, LC)), 0))

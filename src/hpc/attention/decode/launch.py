@@ -17,10 +17,10 @@ BUSY_PROGRAMS = 2048  # about one wave of merge programs; more only queue up beh
 class Layout:
     """Strides of the tensors of a call, in elements."""
 
-    q: tuple[int, int]
-    k: tuple[int, int, int]
-    v: tuple[int, int, int]
-    out: tuple[int, int]
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    out: tuple[int, ...]
     block: int
     qscale: tuple[int, int]
     kscale: tuple[int, int, int]
@@ -49,11 +49,15 @@ class Call:
     Holds no tensor. `run` allocates the scratch of the call, so the caching allocator ties it to the current stream.
     """
 
-    def __init__(self, key: choose.Key, chosen: choose.Plan, index: int, layout: Layout, window: int | None) -> None:
+    def __init__(
+        self, key: choose.Key, chosen: choose.Plan, index: int, layout: Layout, window: int | None
+    ) -> None:
         self.key, self.plan, self.index, self.layout = key, chosen, index, layout
         self.window = 0 if window is None else window
         self.slots, self.part_offset, self.words = scratch(key, chosen)
-        self.signature = plan.signature(key.kv_heads, key.num_new_tokens, key.batch, window, key.new_kv_included)
+        self.signature = plan.signature(
+            key.kv_heads, key.num_new_tokens, key.batch, window, key.new_kv_included
+        )
         self.max_tokens = min(key.max_pages * key.page_size, plan.LONGEST)
         self.extra = 0 if key.new_kv_included else key.num_new_tokens
         self.pdl = key.sm90
@@ -121,7 +125,14 @@ class Call:
         k_shape = [layout.num_pages, key.page_size, key.kv_heads, key.head_dim]
         v_shape = [layout.num_pages, key.page_size, key.kv_heads, key.v_dim]
         k_strides, v_strides = [*layout.k, 1], [*layout.v, 1]
-        before = (self.map_offset, self.count_offset, self.part_offset, key.batch, self.extra, self.max_tokens)
+        before = (
+            self.map_offset,
+            self.count_offset,
+            self.part_offset,
+            key.batch,
+            self.extra,
+            self.max_tokens,
+        )
         before = (*before, self.bins, self.signature, self.window)
         after = (
             chosen.num_splits, chosen.min_chunk, key.q_heads, layout.block, layout.q[0] // word, layout.q[1] // word,
@@ -148,7 +159,11 @@ class Call:
         from hpc.attention.decode import kernels
 
         key, chosen, layout = self.key, self.plan, self.layout
-        warps = 8 if chosen.block_rows > 32 or chosen.block_rows == 32 and max(key.head_dim, key.v_dim) > 128 else 4
+        warps = (
+            8
+            if chosen.block_rows > 32 or (chosen.block_rows == 32 and max(key.head_dim, key.v_dim) > 128)
+            else 4
+        )
         kernel = Kernel(
             kernels._decode_attention_kernel, "attention_decode", num_warps=warps,
             launch_pdl=self.pdl,
@@ -171,7 +186,17 @@ class Call:
             words = task_map.view(torch.int32)[self.map_offset :] if key.dynamic else block_ids
             kscale = kscale.view(torch.float32) if key.quant_type == 0 else kscale
             args = (q, k, v, out, lse, ml[self.part_offset :], ml, block_ids, seq_lens, words)
-            args = (*args, qscale, kscale, vscale, sinks, key.batch, layout.num_pages, key.max_pages, self.signature)
+            args = (
+                *args,
+                qscale,
+                kscale,
+                vscale,
+                sinks,
+                key.batch,
+                layout.num_pages,
+                key.max_pages,
+                self.signature,
+            )
             kernel(grid, stream, (*args, scale, cap, self.window, *fixed))
 
         return attend

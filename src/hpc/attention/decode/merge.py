@@ -13,7 +13,9 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _static_chunks(seq_ptr, b, extra, max_tokens, new_tokens, window, num_splits, min_chunk, WINDOW: tl.constexpr):
+def _static_chunks(
+    seq_ptr, b, extra, max_tokens, new_tokens, window, num_splits, min_chunk, WINDOW: tl.constexpr
+):
     """Chunks of request b on the static path, as `plan.static_chunk_tiles` cuts it."""
     length = tl.minimum(tl.maximum(tl.minimum(tl.load(seq_ptr + b), max_tokens) + extra, 0), max_tokens)
     first = 0
@@ -25,12 +27,22 @@ def _static_chunks(seq_ptr, b, extra, max_tokens, new_tokens, window, num_splits
 
 
 @triton.jit(
-    do_not_specialize=["merge_offset", "extra", "max_tokens", "sig", "window", "num_splits", "min_chunk", "row_blocks"],
+    do_not_specialize=[
+        "merge_offset",
+        "extra",
+        "max_tokens",
+        "sig",
+        "window",
+        "num_splits",
+        "min_chunk",
+        "row_blocks",
+    ],
     do_not_specialize_on_alignment=["seq_ptr", "task_map_ptr", "vs_ptr", "sinks_ptr", "lse_ptr"],
 )
 def _merge_kernel(
     ml_ptr, o_ptr, lse_ptr, seq_ptr, task_map_ptr, vs_ptr, sinks_ptr,
-    merge_offset, part_offset, extra, max_tokens, sig, window, num_splits, min_chunk, row_blocks, stride_o_tok, stride_o_head,
+    merge_offset, part_offset, extra, max_tokens, sig, window, num_splits, min_chunk, row_blocks,
+    stride_o_tok, stride_o_head,
     HQ: tl.constexpr, HKV: tl.constexpr, S: tl.constexpr, DV: tl.constexpr,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, DB: tl.constexpr, VSCALE: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STATIC: tl.constexpr,

@@ -35,9 +35,10 @@ def _run(name: str, args: tuple[Any, ...], quant: int, return_lse: bool, output:
     from hpc.attention.decode import entry
 
     mtp, included, splitk, task_map, scale, window, cap, sinks, invariant = tail
-    tensors, scales = args[:5], (args[5:8] if quant >= 0 else (None, None, None))
-    result = entry.decode(name, *tensors, scales, quant, mtp, included, splitk, task_map, None, output, scale, window,
-                          cap, sinks, return_lse, invariant, None)  # fmt: skip
+    q, kcache, vcache, block_ids, lens = args[:5]
+    scales = args[5:8] if quant >= 0 else (None, None, None)
+    result = entry.decode(name, q, kcache, vcache, block_ids, lens, scales, quant, mtp, included, splitk, task_map,
+                          None, output, scale, window, cap, sinks, return_lse, invariant, None)  # fmt: skip
     if isinstance(result, tuple):
         return result
     return result, _no_lse(args[0])
@@ -106,29 +107,18 @@ def _register() -> None:
 _register()
 
 
-def _traced(op: Any, args: tuple[Any, ...], output: torch.Tensor | None, return_lse: bool) -> Any:
+def traced(
+    name: str, args: tuple[Any, ...], output: torch.Tensor | None, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The op `name` as a node of the traced graph; `args` in the order of its schema."""
+    op = getattr(torch.ops.hpc, name)
+    out: torch.Tensor
+    lse: torch.Tensor
     if output is None:
         out, lse = op.default(*args)
     else:
-        lse = op.out(*args, output=output)
-        out = output
+        out, lse = output, op.out(*args, output=output)
     return (out, lse) if return_lse else out
-
-
-def traced_bf16(q, kcache, vcache, block_ids, lens, mtp, included, splitk, task_map, output, scale, window, cap, sinks,
-                return_lse, invariant):  # type: ignore[no-untyped-def]  # fmt: skip
-    """`attention_decode_bf16` as a node of the traced graph."""
-    args = (q, kcache, vcache, block_ids, lens, mtp, included, splitk, task_map, scale, window, cap, sinks, return_lse,
-            invariant)  # fmt: skip
-    return _traced(torch.ops.hpc.attention_decode_bf16, args, output, return_lse)
-
-
-def traced_fp8(q, kcache, vcache, block_ids, lens, qscale, kscale, vscale, mtp, included, quant, splitk, task_map,
-               output, scale, window, cap, sinks, return_lse, invariant):  # type: ignore[no-untyped-def]  # fmt: skip
-    """`attention_decode_fp8` as a node of the traced graph."""
-    args = (q, kcache, vcache, block_ids, lens, qscale, kscale, vscale, mtp, included, quant, splitk, task_map, scale,
-            window, cap, sinks, return_lse, invariant)  # fmt: skip
-    return _traced(torch.ops.hpc.attention_decode_fp8, args, output, return_lse)
 
 
 def traced_assign(lens, task_map, num_head_kv, mtp, included, min_process_len, window):  # type: ignore[no-untyped-def]

@@ -1,8 +1,8 @@
 """The schedule on the device: one small launch a step turns live KV lengths into the task map of `plan.py`.
 
-One program a variant (and one for the header) scans all lengths, so programs never talk to each other. Request b ends
-at or before the cuts from e_b = ceil(end_b * per / step) on, so the request of cut g is the number of e_b <= g: a binary
-search over the running sum, which never leaves the multiprocessor. Divisions run in float64, exact below 2^52.
+One program a variant (and one for the header) scans all lengths, so programs never talk to each other. Request b
+ends at or before the cuts from e_b = ceil(end_b * per / step) on, so the request of cut g is the number of e_b <= g:
+a binary search over the running sum, which never leaves the multiprocessor. Divisions run in float64, exact below 2^52.
 """
 
 import triton
@@ -182,7 +182,9 @@ def _assign_kernel(
         req = tl.where(to_next, req + 1, req)
         next_length = _lengths(seq_ptr, req, to_next & (req < batch), extra)
         length = tl.where(to_next, next_length, tl.where(live, length, 0))
-        t0 = tl.where(req < batch, _first_tile(length, new_tokens, window, WINDOW), 0) + tl.where(inside, inner, 0)
+        t0 = tl.where(req < batch, _first_tile(length, new_tokens, window, WINDOW), 0) + tl.where(
+            inside, inner, 0
+        )
 
         own = cut < n_bins
         entry = bins_ptr + cut * _ENTRY

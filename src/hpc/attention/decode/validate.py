@@ -45,22 +45,33 @@ def call(
     """Check every argument; the key that decides the plan, and the strides."""
     _tensors(function, q, kcache, vcache, block_ids, seq_lens, quant)
     batch = seq_lens.shape[0]
-    mtp = checks.int_range(function, "mtp", mtp, 0, MAX_NEW_TOKENS - 1, "mtp counts draft tokens beyond the first.")
+    mtp = checks.int_range(
+        function, "mtp", mtp, 0, MAX_NEW_TOKENS - 1, "mtp counts draft tokens beyond the first."
+    )
     rows, q_heads, head_dim = q.shape
     num_pages, page_size, kv_heads, v_dim = vcache.shape
     if rows != batch * (mtp + 1):
         expected = f"{batch * (mtp + 1)} rows, num_seq_kvcache.size(0) * (mtp + 1)"
-        fail(function, "q", expected=expected, got=f"{rows} rows", remedy="Pass mtp = query tokens a request - 1.")
+        fail(
+            function,
+            "q",
+            expected=expected,
+            got=f"{rows} rows",
+            remedy="Pass mtp = query tokens a request - 1.",
+        )
     _heads(function, q_heads, kv_heads, head_dim, v_dim, page_size, num_pages, batch)
     qscale, kscale = _scales(function, q, vcache, scales, quant)
-    _options(function, q, seq_lens, kv_heads, task_map, split_flag, output, window, logit_cap, sinks, splitk, v_dim)
+    _options(
+        function, q, seq_lens, kv_heads, task_map, split_flag, output, window, logit_cap, sinks, splitk, v_dim
+    )
     if batch_invariant and task_map is not None:
         fail(
             function, "batch_invariant", expected="False with a task map", got=True,
             remedy="A balanced schedule depends on the batch; pass task_map=None for batch-invariant bits.",
         )  # fmt: skip
     aligned = all(
-        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:3]) for t in (kcache, vcache)
+        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:3])
+        for t in (kcache, vcache)
     )
     key = choose.Key(
         sm90=q.is_cuda and arch.is_hopper(q.device), sms=arch.sm_count(q.device), batch=batch, q_heads=q_heads,
@@ -82,17 +93,32 @@ def _tensors(function: str, q: torch.Tensor, kcache: torch.Tensor, vcache: torch
     stored = FP8 if quant >= 0 else torch.bfloat16
     other = "attention_decode_bf16" if quant >= 0 else "attention_decode_fp8"
     for name, tensor in (("q", q), ("kcache", kcache), ("vcache", vcache)):
-        checks.dtype(function, name, tensor, stored, f"Bytes are never reinterpreted; see hpc.{other} for the other.")
+        checks.dtype(
+            function, name, tensor, stored, f"Bytes are never reinterpreted; see hpc.{other} for the other."
+        )
     for name, tensor in (("block_ids", block_ids), ("num_seq_kvcache", seq_lens)):
         checks.dtype(function, name, tensor, torch.int32, "Convert with .to(torch.int32).")
     checks.ndim(function, "q", q, 3, "Pass q as [batch * (mtp + 1), num_q_heads, head_dim].")
-    checks.ndim(function, "kcache", kcache, 4, "Pass caches as [num_pages, page_size, num_kv_heads, head_dim].")
-    checks.ndim(function, "vcache", vcache, 4, "Pass caches as [num_pages, page_size, num_kv_heads, head_dim].")
+    checks.ndim(
+        function, "kcache", kcache, 4, "Pass caches as [num_pages, page_size, num_kv_heads, head_dim]."
+    )
+    checks.ndim(
+        function, "vcache", vcache, 4, "Pass caches as [num_pages, page_size, num_kv_heads, head_dim]."
+    )
     checks.ndim(function, "num_seq_kvcache", seq_lens, 1, "Pass one length a request.")
-    checks.shape(function, "kcache", kcache, (*vcache.shape[:3], q.shape[2]), "K and V share pages and heads.")
-    checks.shape(function, "block_ids", block_ids, (seq_lens.shape[0], "max_pages"), "Pass one row a request.")
+    checks.shape(
+        function, "kcache", kcache, (*vcache.shape[:3], q.shape[2]), "K and V share pages and heads."
+    )
+    checks.shape(
+        function, "block_ids", block_ids, (seq_lens.shape[0], "max_pages"), "Pass one row a request."
+    )
     checks.contiguous(function, "num_seq_kvcache", seq_lens)
-    for name, tensor in (("kcache", kcache), ("vcache", vcache), ("block_ids", block_ids), ("num_seq_kvcache", seq_lens)):
+    for name, tensor in (
+        ("kcache", kcache),
+        ("vcache", vcache),
+        ("block_ids", block_ids),
+        ("num_seq_kvcache", seq_lens),
+    ):
         checks.same_device(function, name, tensor, q.device)
     for name, tensor in (("q", q), ("kcache", kcache), ("vcache", vcache), ("block_ids", block_ids)):
         checks.inner_contiguous(function, name, tensor)
@@ -115,7 +141,13 @@ def _heads(function: str, q_heads: int, kv_heads: int, head_dim: int, v_dim: int
             fail(function, name, expected=expected, got=dim, remedy="Pad the heads with zeros.")
     if page_size < 1 or page_size > MAX_PAGE or page_size & (page_size - 1):
         expected = f"a page size that is a power of two up to {MAX_PAGE}"
-        fail(function, "kcache", expected=expected, got=page_size, remedy="View the cache with another page size.")
+        fail(
+            function,
+            "kcache",
+            expected=expected,
+            got=page_size,
+            remedy="View the cache with another page size.",
+        )
     if batch and num_pages == 0:
         fail(function, "kcache", expected="at least one page", got=0, remedy="Allocate the cache first.")
 
@@ -129,7 +161,9 @@ def _scales(function: str, q: torch.Tensor, vcache: torch.Tensor,
     qscale, kscale, vscale = scales
     pages, page_size, kv_heads, _ = vcache.shape
     for name, tensor in (("qscale", qscale), ("kscale", kscale), ("vscale", vscale)):
-        checks.is_tensor(function, name, tensor, "Scales are tensors on the device, e.g. torch.ones(1, device='cuda').")
+        checks.is_tensor(
+            function, name, tensor, "Scales are tensors on the device, e.g. torch.ones(1, device='cuda')."
+        )
         checks.same_device(function, name, tensor, q.device)  # type: ignore[arg-type]
     assert qscale is not None and kscale is not None and vscale is not None
     checks.dtype(function, "qscale", qscale, torch.float32)
@@ -142,7 +176,13 @@ def _scales(function: str, q: torch.Tensor, vcache: torch.Tensor,
         for name, tensor in (("kscale", kscale), ("vscale", vscale)):
             if tensor.numel() != 1:
                 got = f"shape {list(tensor.shape)}"
-                fail(function, name, expected="one element (quant_type 1)", got=got, remedy="Use quant_type 0 for more.")
+                fail(
+                    function,
+                    name,
+                    expected="one element (quant_type 1)",
+                    got=got,
+                    remedy="Use quant_type 0 for more.",
+                )
         return (qscale.stride(0), 1), (0, 0, 0)
     checks.shape(function, "vscale", vscale, (kv_heads,), "quant_type 0 has one value scale a KV head.")
     checks.dtype(function, "kscale", kscale, (torch.float32, FP8, torch.uint8))
@@ -151,9 +191,22 @@ def _scales(function: str, q: torch.Tensor, vcache: torch.Tensor,
     size = kscale.element_size()
     in_row = kscale.shape[3] * size // 4
     whole = kscale.shape[3] * size % 4 == 0 and all(s * size % 4 == 0 for s in kscale.stride()[:3])
-    if kscale.shape[0] != pages or kscale.shape[2] != kv_heads or not whole or kscale.shape[1] * in_row < page_size:
-        expected = f"fp32 [{pages}, rows, {kv_heads}, scales] (or its bytes) with rows * scales >= {page_size}"
-        fail(function, "kscale", expected=expected, got=list(kscale.shape), remedy="One scale a token and KV head.")
+    if (
+        kscale.shape[0] != pages
+        or kscale.shape[2] != kv_heads
+        or not whole
+        or kscale.shape[1] * in_row < page_size
+    ):
+        expected = (
+            f"fp32 [{pages}, rows, {kv_heads}, scales] (or its bytes) with rows * scales >= {page_size}"
+        )
+        fail(
+            function,
+            "kscale",
+            expected=expected,
+            got=list(kscale.shape),
+            remedy="One scale a token and KV head.",
+        )
     first, second, third = (s * size // 4 for s in kscale.stride()[:3])
     return (qscale.stride(0), 1), (first, second, third)
 
@@ -169,7 +222,13 @@ def _options(function: str, q: torch.Tensor, seq_lens: torch.Tensor, kv_heads: i
     if split_flag is not None:
         checks.dtype(function, "split_flag", split_flag, torch.int32)
         checks.same_device(function, "split_flag", split_flag, q.device)
-        checks.shape(function, "split_flag", split_flag, (seq_lens.shape[0], kv_heads), "It is neither read nor written.")
+        checks.shape(
+            function,
+            "split_flag",
+            split_flag,
+            (seq_lens.shape[0], kv_heads),
+            "It is neither read nor written.",
+        )
     if output is not None:
         checks.dtype(function, "output", output, torch.bfloat16)
         checks.same_device(function, "output", output, q.device)
@@ -178,7 +237,9 @@ def _options(function: str, q: torch.Tensor, seq_lens: torch.Tensor, kv_heads: i
     if window is not None:
         checks.int_range(function, "window", window, 1, 2**30, "Pass None for no window.")
     if logit_cap is not None and not (isinstance(logit_cap, (int, float)) and logit_cap > 0):
-        fail(function, "logit_cap", expected="a positive number", got=logit_cap, remedy="Pass None for no cap.")
+        fail(
+            function, "logit_cap", expected="a positive number", got=logit_cap, remedy="Pass None for no cap."
+        )
     if sinks is not None:
         checks.dtype(function, "sinks", sinks, torch.float32, "Convert with .float().")
         checks.same_device(function, "sinks", sinks, q.device)
@@ -199,4 +260,6 @@ def workspace(function: str, task_map: torch.Tensor, device: torch.device, kv_he
             remedy="Allocate it with hpc.get_attention_decode_task_workspace for this number of heads.",
         )  # fmt: skip
     if task_map.data_ptr() % 16:
-        fail(function, "task_map", expected="a 16-byte aligned tensor", got="an odd address", kind=InvalidDtype)
+        fail(
+            function, "task_map", expected="a 16-byte aligned tensor", got="an odd address", kind=InvalidDtype
+        )
