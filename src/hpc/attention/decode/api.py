@@ -129,8 +129,8 @@ def attention_decode_fp8(
     """
     quant = validate.quant_type("attention_decode_fp8", quant_type)
     if torch.compiler.is_compiling():
-        args = (q, kcache, vcache, block_ids, num_seq_kvcache, qscale, kscale, vscale, mtp, new_kv_included, quant, splitk,
-                task_map, softmax_scale, window, logit_cap, sinks, return_lse, batch_invariant)  # fmt: skip
+        args = (q, kcache, vcache, block_ids, num_seq_kvcache, qscale, kscale, vscale, mtp, new_kv_included, quant,
+                splitk, task_map, softmax_scale, window, logit_cap, sinks, return_lse, batch_invariant)  # fmt: skip
         return ops.traced("attention_decode_fp8", args, output, return_lse)
     return entry.decode(
         "attention_decode_fp8", q, kcache, vcache, block_ids, num_seq_kvcache, (qscale, kscale, vscale), quant, mtp,
