@@ -1,79 +1,220 @@
-"""The registered ops: schema, fakes and mutation marks agree with what they do; tracing meets no graph break."""
+"""The functions as `torch.ops.hpc.*`: schemas, fakes, tracing. On a CPU the ops run the reference."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from decode_support import attend, make, raw, same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hpc
-from hpc.attention.decode import cases
-from hpc.attention.decode.case_lists import DecodeCase
+from hpc.attention.decode import ops
+from hpc.attention.decode.cases import DecodeInputs
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+assert ops  # registers torch.ops.hpc.*
 
-
-def positional(dtype: str, device: str) -> tuple[cases.DecodeInputs, tuple[Any, ...]]:
-    inputs = cases.make_tensors(DecodeCase((70, 5), 8, 1, dtype=dtype), device, 0)
-    cache = inputs.cache
-    args: tuple[Any, ...] = (inputs.q, cache.kcache, cache.vcache, cache.block_ids, inputs.seq_lens)
-    return inputs, args if dtype == "bf16" else (*args, inputs.qscale, inputs.kscale, inputs.vscale)
+HERE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+BOTH = pytest.mark.parametrize("kind", ["bf16", "fp8"])
 
 
-# Without a gradient there is nothing to check of autograd; the GPU's outputs are compared by the other tests.
-UTILS = {
-    "bf16": ("test_schema", "test_faketensor"),
-    "fp8": ("test_faketensor",),
-}  # torch compares no e4m3 inputs
+def inputs(kind: str, where: str, **rest: Any) -> DecodeInputs:
+    return make((70, 1, 0, 200), (8, 2), device=where, dtype=kind, head_dim=64, page_size=16, **rest)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize("lse", [False, True])
-def test_opcheck(device: str, dtype: str, lse: bool) -> None:
-    """FR-71, FR-78."""
-    hpc.attention_decode_bf16  # noqa: B018 (registers the ops)
-    _, args = positional(dtype, device)
-    op = getattr(torch.ops.hpc, f"attention_decode_{dtype}")
-    kwargs = {"new_kv_included": True, "return_lse": lse}
-    torch.library.opcheck(op.default, args, kwargs, test_utils=UTILS[dtype])
-    output = torch.empty_like(args[0], dtype=torch.bfloat16)
-    torch.library.opcheck(op.out, args, {**kwargs, "output": output}, test_utils=UTILS[dtype])
+def positional(x: DecodeInputs) -> tuple[torch.Tensor, ...]:
+    """The arguments without a default."""
+    tensors = (x.q, x.cache.kcache, x.cache.vcache, x.cache.block_ids, x.seq_lens)
+    if x.params.dtype == "bf16":
+        return tensors
+    assert x.qscale is not None and x.kscale is not None and x.vscale is not None
+    return (*tensors, x.qscale, x.kscale, x.vscale)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_of_assign(device: str) -> None:
-    hpc.attention_decode_bf16  # noqa: B018
-    task_map = hpc.get_attention_decode_task_workspace(2, 128, 1, device=device)
-    lens = torch.tensor([70, 5], dtype=torch.int32, device=device)
+def packet(kind: str) -> Any:
+    return getattr(torch.ops.hpc, f"attention_decode_{kind}")
+
+
+def transposed(q: torch.Tensor) -> torch.Tensor:
+    """The same queries as a view with heads outside rows."""
+    rows, heads, dim = q.shape
+    view = torch.empty((heads, rows, dim), dtype=q.dtype, device=q.device).transpose(0, 1)
+    view.copy_(q)
+    return view
+
+
+def opcheck(op: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+    """`torch.library.opcheck`, whose own test of what is written cannot compare float8: here it is done by bytes."""
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    if args[0].dtype == torch.bfloat16:
+        tests = ("test_schema", *tests)
+    torch.library.opcheck(op, args, kwargs, test_utils=tests)
+    given = [*args, *(v for name, v in kwargs.items() if isinstance(v, torch.Tensor) and name != "output")]
+    before = [raw(tensor).clone() for tensor in given]
+    result = op(*args, **kwargs)
+    assert all(torch.equal(raw(tensor), old) for tensor, old in zip(given, before, strict=True))
+    inside = {tensor.untyped_storage().data_ptr() for tensor in given}
+    for out in result if isinstance(result, tuple) else (result,):
+        assert out.numel() == 0 or out.untyped_storage().data_ptr() not in inside, "no result aliases an argument"
+
+
+# --- fr_71: schema, fake and real agree ------------------------------------------------------------------
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "all": {"window": 50, "logit_cap": 3.0, "return_lse": True, "new_kv_included": True, "softmax_scale": 0.2},
+}
+
+
+@HERE
+@BOTH
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("view", ["packed", "transposed q"])
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_fr_71_opcheck(kind: str, where: str, variant: str, view: str, scheduled: bool) -> None:
+    options = VARIANTS[variant]
+    x = inputs(kind, where, window=options.get("window"), sinks=variant == "all", new_kv_included=variant == "all")
+    q, *others = positional(x)
+    args = (transposed(q) if view != "packed" else q, *others)
+    kwargs = {**options, "task_map": x.task_map if scheduled else None, "sinks": x.sinks}
+    opcheck(packet(kind).default, args, kwargs)
+    output = torch.empty((q.shape[0], q.shape[1], 64), dtype=torch.bfloat16, device=q.device)
+    opcheck(packet(kind).out, args, {**kwargs, "output": output})
+
+
+@HERE
+def test_fr_71_opcheck_of_assign(where: str) -> None:
+    x = inputs("bf16", where)
+    assert x.task_map is not None
     op = torch.ops.hpc.assign_attention_decode_task.default
-    torch.library.opcheck(op, (lens, 1, 1, True, 512, task_map), test_utils=UTILS["bf16"])
+    torch.library.opcheck(op, (x.seq_lens, 2, 1, True, 512, x.task_map))
+    torch.library.opcheck(op, (x.seq_lens, 2, 4, False, 64, x.task_map, 100))
 
 
-def test_fakes_take_the_required_arguments_alone() -> None:
-    """FR-78."""
-    _, args = positional("fp8", "cpu")
+@HERE
+@BOTH
+def test_row_32_fakes_agree_with_the_functions(kind: str, where: str) -> None:
+    """Shape, dtype, strides and device, for queries whose own strides must not be inherited."""
+    x = inputs(kind, where)
+    q, *others = positional(x)
+    real = packet(kind)(transposed(q), *others, return_lse=True, new_kv_included=True)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = [mode.from_tensor(a) for a in args]
-        out, lse = torch.ops.hpc.attention_decode_fp8(*fake)
-        assert out.shape == (2, 8, 128) and out.dtype == torch.bfloat16 and lse.numel() == 0
+        fake = packet(kind)(*map(mode.from_tensor, (transposed(q), *others)), return_lse=True, new_kv_included=True)
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
+    assert real[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("given", [False, True])
-def test_compiles_without_a_graph_break(device: str, given: bool) -> None:
-    inputs, args = positional("bf16", device)
-    task_map = hpc.get_attention_decode_task_workspace(2, 128, 1, device=device)
-    output = torch.zeros(2, 8, 128, dtype=torch.bfloat16, device=device) if given else None
+# --- fr_78: fakes with required arguments only, and with every optional one None ----------------------------------
 
-    def step(q: torch.Tensor) -> Any:
-        filled = hpc.assign_attention_decode_task(inputs.seq_lens, task_map, 1, 1, True)
-        return hpc.attention_decode_bf16(
-            q, *args[1:], new_kv_included=True, task_map=filled, output=output, return_lse=True
-        )
 
-    eager = [t.clone() for t in step(args[0])]
-    traced = torch.compile(step, fullgraph=True, backend="aot_eager")(args[0])
-    assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
+def optional_nones(op: Any) -> dict[str, None]:
+    return {a.name: None for a in op._schema.arguments if isinstance(a.type, torch.OptionalType)}
+
+
+@BOTH
+@pytest.mark.parametrize("options", ["required only", "all None"])
+def test_fr_78_fake_tensors(kind: str, options: str) -> None:
+    x = inputs(kind, "cpu")
+    for op in (packet(kind).default, packet(kind).out):
+        kwargs: dict[str, Any] = optional_nones(op) if options == "all None" else {}
+        with FakeTensorMode() as mode:
+            args = tuple(map(mode.from_tensor, positional(x)))
+            if op is packet(kind).out:
+                kwargs["output"] = mode.from_tensor(torch.empty(4, 8, 64, dtype=torch.bfloat16))
+            result = op(*args, **kwargs)
+        out, lse = (kwargs["output"], result) if op is packet(kind).out else result
+        assert out.shape == (4, 8, 64) and lse.numel() == 0
+
+
+def test_fr_78_fake_assign() -> None:
+    x = inputs("bf16", "cpu")
+    assert x.task_map is not None
+    op = torch.ops.hpc.assign_attention_decode_task.default
+    with FakeTensorMode() as mode:
+        lens, task_map = mode.from_tensor(x.seq_lens), mode.from_tensor(x.task_map)
+        assert op(lens, 2, 1, True, 512, task_map) is None
+        assert op(lens, 2, 1, True, 512, task_map, **optional_nones(op)) is None
+
+
+@BOTH
+def test_op_arguments_are_those_of_the_function_in_their_order(kind: str) -> None:
+    function = inspect.signature(getattr(hpc, f"attention_decode_{kind}"))
+    names = [n for n in function.parameters if n not in ("split_flag", "output", "plan")]
+    assert [a.name for a in packet(kind).default._schema.arguments] == names
+    assert [a.name for a in packet(kind).out._schema.arguments] == [*names, "output"]
+    for argument in packet(kind).default._schema.arguments:
+        default = function.parameters[argument.name].default
+        if default is not inspect.Parameter.empty:
+            assert argument.default_value == getattr(default, "value", default), argument.name
+
+
+@BOTH
+def test_only_the_output_and_the_task_map_are_marked_as_written(kind: str) -> None:
+    def written(op: Any) -> set[str]:
+        return {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+
+    assert written(packet(kind).default) == set() and written(packet(kind).out) == {"output"}
+    assert written(torch.ops.hpc.assign_attention_decode_task.default) == {"task_map"}
+
+
+# --- tracing ------------------------------------------------------------------------------------------------
+
+
+def step(x: DecodeInputs, given: bool) -> Callable[..., torch.Tensor]:
+    """One step of a model: the schedule, two layers that share it, and work before and after."""
+    p = x.params
+
+    def run(q: torch.Tensor, lens: torch.Tensor, task_map: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        hpc.assign_attention_decode_task(lens, task_map, p.kv_heads, p.num_new_tokens, p.new_kv_included)
+        total = torch.zeros((), device=q.device)
+        for _ in range(2):
+            tensors = (q, x.cache.kcache, x.cache.vcache, x.cache.block_ids, lens)
+            options: dict[str, Any] = {
+                "mtp": p.num_new_tokens - 1, "new_kv_included": p.new_kv_included, "task_map": task_map,
+                "output": output if given else None,
+            }  # fmt: skip
+            if p.dtype == "fp8":
+                out = hpc.attention_decode_fp8(*tensors, x.qscale, x.kscale, x.vscale, **options)
+            else:
+                out = hpc.attention_decode_bf16(*tensors, **options)
+            total = total + out.float().sum()
+        return out * 2 + 0 * total
+
+    return run
+
+
+@HERE
+@BOTH
+@pytest.mark.parametrize("given", [True, False], ids=["output given", "new output"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_fr_71_compiles_without_a_graph_break(kind: str, where: str, given: bool, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    x = inputs(kind, where, num_new_tokens=2)
+    assert x.task_map is not None
+    eager, output = step(x, given), torch.empty(8, 8, 64, dtype=torch.bfloat16, device=where)
+    compiled = torch.compile(step(x, given), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for lens in (x.seq_lens, torch.clamp(x.seq_lens - 3, min=0)):
+        expected = eager(x.q, lens, x.task_map, output.clone())
+        x.task_map.view(torch.int32)[16:].fill_(-7)
+        written = output.clone().fill_(float("nan"))
+        got = compiled(x.q, lens, x.task_map, written)
+        assert same_bits(got, expected)
+        assert not given or same_bits(written * 2, expected)
+
+
+@HERE
+@BOTH
+def test_lse_under_compile(kind: str, where: str) -> None:
+    torch._dynamo.reset()
+    x = inputs(kind, where)
+
+    def run(task_map: torch.Tensor) -> Any:
+        return attend(x, return_lse=True)
+
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(x.task_map)
+    for a, b in zip(got, run(x.task_map), strict=True):
+        assert same_bits(a, b)

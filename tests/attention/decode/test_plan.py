@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -74,7 +75,6 @@ def test_chunks_and_merges_agree_with_an_owner_map(lens, new, n_bins, floor, win
             owners[b].append(g)
     for b, touching in owners.items():
         assert touching == list(range(touching[0], touching[-1] + 1)), "chunk j of a request is in bin g0 + j"
-        assert b not in owners or sum(b == x for x, _, _ in segments(bins[touching[0]], ranges)) == 1
 
     for g, bin_ in enumerate(bins):
         if bin_.b == len(lens):
@@ -197,8 +197,6 @@ def test_every_choice_is_legal(sm90):
 
 
 def test_unaligned_caches_and_other_gpus_get_the_portable_kernel():
-    from dataclasses import replace
-
     key = next(keys())
     assert choose.choose(key).backend == "portable"  # page 1
     key = replace(key, page_size=64)
@@ -209,8 +207,6 @@ def test_unaligned_caches_and_other_gpus_get_the_portable_kernel():
 
 
 def test_batch_invariant_plans_do_not_look_at_the_batch():
-    from dataclasses import replace
-
     for key in keys():
         if not key.dynamic:
             plans = {choose.choose(replace(key, batch=b, batch_invariant=True)) for b in (1, 2, 64, 4096)}

@@ -181,7 +181,7 @@ def _assign_kernel(
         first, past = _inner_cuts(begin, tiles, step, per, n_bins)
         req = tl.where(to_next, req + 1, req)
         next_length = _lengths(seq_ptr, req, to_next & (req < batch), extra)
-        length = tl.where(to_next, next_length, tl.where(live, length, 0))
+        length = tl.where(req < batch, tl.where(to_next, next_length, length), 0)
         t0 = tl.where(req < batch, _first_tile(length, new_tokens, window, WINDOW), 0) + tl.where(
             inside, inner, 0
         )
