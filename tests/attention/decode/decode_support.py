@@ -17,7 +17,9 @@ DEVICE = "cuda"
 PATHS = ("dynamic", "static")
 
 
-def make(lens: Any, heads: tuple[int, int] = (8, 1), seed: int = 1, device: Any = DEVICE, **rest: Any) -> DecodeInputs:
+def make(
+    lens: Any, heads: tuple[int, int] = (8, 1), seed: int = 1, device: Any = DEVICE, **rest: Any
+) -> DecodeInputs:
     """Inputs of one call, with a filled task map."""
     inputs = cases.make_tensors(DecodeCase(tuple(lens), *heads, **rest), device, seed)
     return replace(inputs, task_map=cases.make_task_map(inputs))
@@ -74,7 +76,9 @@ def capture(call: Callable[[], Any], warm: int = 2) -> tuple[torch.cuda.CUDAGrap
 
 def fastest_us(calls: dict[str, Callable[[], Any]], rounds: int = 30, inner: int = 20) -> dict[str, float]:
     """Least time of a call in a graph of `inner` of them, calls interleaved: other load on the GPU only adds time."""
-    graphs = {name: capture(lambda call=call: [call() for _ in range(inner)])[0] for name, call in calls.items()}
+    graphs = {
+        name: capture(lambda call=call: [call() for _ in range(inner)])[0] for name, call in calls.items()
+    }
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
         for name, graph in graphs.items():

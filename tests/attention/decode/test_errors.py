@@ -45,7 +45,9 @@ def call(kind: str, **changes: Any) -> Any:
     return getattr(hpc, f"attention_decode_{kind}")(**arguments(kind, **changes))
 
 
-def refused(kind: str, argument: str, error: type[Exception], expected: str, got: str, **changes: Any) -> None:
+def refused(
+    kind: str, argument: str, error: type[Exception], expected: str, got: str, **changes: Any
+) -> None:
     with pytest.raises(error) as caught:
         call(kind, **changes)
     says(caught.value, f"attention_decode_{kind}", argument, expected, got)
@@ -71,8 +73,16 @@ def test_the_unchanged_call_is_legal(kind: str) -> None:
 # --- dtypes ----------------------------------------------------------------------------------------
 
 WRONG_DTYPES = [
-    *[("bf16", name, dtype) for name in ("q", "kcache", "vcache") for dtype in (torch.float16, FP8, torch.float32)],
-    *[("fp8", name, dtype) for name in ("q", "kcache", "vcache") for dtype in (BF16, torch.float8_e5m2, torch.uint8)],
+    *[
+        ("bf16", name, dtype)
+        for name in ("q", "kcache", "vcache")
+        for dtype in (torch.float16, FP8, torch.float32)
+    ],
+    *[
+        ("fp8", name, dtype)
+        for name in ("q", "kcache", "vcache")
+        for dtype in (BF16, torch.float8_e5m2, torch.uint8)
+    ],
     *[(kind, name, torch.int64) for kind in ("bf16", "fp8") for name in ("block_ids", "num_seq_kvcache")],
     *[("fp8", name, torch.float16) for name in ("qscale", "kscale", "vscale")],
 ]
@@ -148,7 +158,14 @@ def test_strides(kind: str) -> None:
         ("block_ids", zeros(2, B, dtype=I32).T),
         ("output", zeros(B, D, HQ).transpose(1, 2)),
     ]:
-        refused(kind, name, InvalidArgument, "stride 1 in the last dimension", str(wrong.stride()), **{name: wrong})
+        refused(
+            kind,
+            name,
+            InvalidArgument,
+            "stride 1 in the last dimension",
+            str(wrong.stride()),
+            **{name: wrong},
+        )
     for name, wrong in [
         ("num_seq_kvcache", zeros(2 * B, dtype=I32)[::2]),
         ("sinks", torch.zeros(2 * HQ)[::2]),
@@ -198,7 +215,9 @@ def test_no_kv_head(kind: str) -> None:
 @pytest.mark.parametrize("page", [3, 48, 96, 512])
 def test_fr_05_page_sizes(kind: str, page: int) -> None:
     cache = zeros(PAGES, page, HKV, D, dtype=FP8 if kind == "fp8" else BF16)
-    refused(kind, "kcache", InvalidArgument, "a power of two up to 256", str(page), kcache=cache, vcache=cache)
+    refused(
+        kind, "kcache", InvalidArgument, "a power of two up to 256", str(page), kcache=cache, vcache=cache
+    )
 
 
 @both
@@ -208,7 +227,16 @@ def test_fr_23_head_dims(kind: str, dim: int) -> None:
     t = FP8 if kind == "fp8" else BF16
     cache = zeros(PAGES, P, HKV, dim, dtype=t)
     expected = "a head dim of 8 to 256, a multiple of 8"
-    refused(kind, "q", InvalidArgument, expected, str(dim), q=zeros(B, HQ, dim, dtype=t), kcache=cache, vcache=cache)
+    refused(
+        kind,
+        "q",
+        InvalidArgument,
+        expected,
+        str(dim),
+        q=zeros(B, HQ, dim, dtype=t),
+        kcache=cache,
+        vcache=cache,
+    )
     refused(kind, "vcache", InvalidArgument, expected, str(dim), vcache=cache)
 
 
@@ -271,7 +299,9 @@ def test_fp8_scales() -> None:
 
 
 @both
-@pytest.mark.parametrize("name", ["kcache", "vcache", "block_ids", "num_seq_kvcache", "output", "sinks", "split_flag"])
+@pytest.mark.parametrize(
+    "name", ["kcache", "vcache", "block_ids", "num_seq_kvcache", "output", "sinks", "split_flag"]
+)
 def test_fr_54_mixed_devices(kind: str, name: str) -> None:
     optional = {"output": zeros(B, HQ, D), "sinks": torch.zeros(HQ), "split_flag": zeros(B, HKV, dtype=I32)}
     elsewhere = {**arguments(kind), **optional}[name].to("meta")
@@ -295,7 +325,9 @@ def test_fr_88_gpus_that_no_kernel_runs_on(monkeypatch: pytest.MonkeyPatch, foun
 
 
 @pytest.mark.parametrize("found", [(8, 9), (10, 0), (12, 0)])
-def test_fr_88_other_gpus_get_the_portable_kernels(monkeypatch: pytest.MonkeyPatch, found: tuple[int, int]) -> None:
+def test_fr_88_other_gpus_get_the_portable_kernels(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[int, int]
+) -> None:
     monkeypatch.setattr(arch, "capability", lambda device: found)
     arch.require_gpu("attention_decode_fp8", "cuda:0")
     key = choose.Key(
@@ -308,7 +340,12 @@ def test_fr_88_other_gpus_get_the_portable_kernels(monkeypatch: pytest.MonkeyPat
 def test_row_31_facts_of_a_device_are_kept_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         def __init__(self, index: int) -> None:
-            self.multi_processor_count, self.major, self.minor, self.name = (132, 78)[index], 9 - index, index, "x"
+            self.multi_processor_count, self.major, self.minor, self.name = (
+                (132, 78)[index],
+                9 - index,
+                index,
+                "x",
+            )
 
     monkeypatch.setattr(arch, "_properties", Properties)
     assert [arch.sm_count(f"cuda:{i}") for i in (0, 1)] == [132, 78]
@@ -324,7 +361,9 @@ def workspace(kv_heads: int = HKV) -> torch.Tensor:
 
 @both
 def test_row_13_splitk_false_with_a_task_map(kind: str) -> None:
-    refused(kind, "splitk", InvalidArgument, "True with a task map", "False", splitk=False, task_map=workspace())
+    refused(
+        kind, "splitk", InvalidArgument, "True with a task map", "False", splitk=False, task_map=workspace()
+    )
 
 
 @both
@@ -337,11 +376,19 @@ def test_batch_invariance_with_a_task_map(kind: str) -> None:
 def test_fr_14_a_workspace_that_is_too_small(kind: str) -> None:
     given = workspace()[:-16]
     needed = 4 * plan.workspace_words(132, HKV)
-    refused(kind, "task_map", InvalidArgument, f"at least {needed} bytes", f"{needed - 16} bytes", task_map=given)
+    refused(
+        kind, "task_map", InvalidArgument, f"at least {needed} bytes", f"{needed - 16} bytes", task_map=given
+    )
     fewer = torch.zeros(needed // 4 - 4, dtype=I32)
     with pytest.raises(InvalidArgument) as caught:
         hpc.assign_attention_decode_task(zeros(B, dtype=I32), fewer, HKV, 1, True)
-    says(caught.value, "assign_attention_decode_task", "task_map", f"at least {needed} bytes", f"{needed - 16} bytes")
+    says(
+        caught.value,
+        "assign_attention_decode_task",
+        "task_map",
+        f"at least {needed} bytes",
+        f"{needed - 16} bytes",
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
@@ -351,7 +398,9 @@ def test_fr_14_a_workspace_made_for_one_request_serves_any_batch(kv_heads: int, 
     made = hpc.get_attention_decode_task_workspace(1, 1, kv_heads, device="cpu")
     lens = torch.full((batch,), 131072, dtype=I32)
     hpc.assign_attention_decode_task(lens, made, kv_heads, 1, True)
-    assert made.numel() == hpc.get_attention_decode_task_workspace(512, 131072, kv_heads, device="cpu").numel()
+    assert (
+        made.numel() == hpc.get_attention_decode_task_workspace(512, 131072, kv_heads, device="cpu").numel()
+    )
 
 
 @both
@@ -388,10 +437,17 @@ def assign(**changes: Any) -> Any:
         ({"num_seq_kvcache": torch.zeros(6, dtype=I32)[::2]}, InvalidArgument, "contiguous", "(2,)"),
         ({"task_map": None}, InvalidDtype, "torch.Tensor", "NoneType"),
         ({"task_map": torch.zeros(10**6)}, InvalidDtype, "int8 or int32", "float32"),
-        ({"num_seq_kvcache": torch.zeros(B, dtype=I32, device="meta")}, UnsupportedDevice, "device meta", "cpu"),
+        (
+            {"num_seq_kvcache": torch.zeros(B, dtype=I32, device="meta")},
+            UnsupportedDevice,
+            "device meta",
+            "cpu",
+        ),
     ],
 )
-def test_row_14_assign_refuses(changes: dict[str, Any], error: type[Exception], expected: str, got: str) -> None:
+def test_row_14_assign_refuses(
+    changes: dict[str, Any], error: type[Exception], expected: str, got: str
+) -> None:
     # Lengths on another device than the map: the map is the one that is named.
     argument = "task_map" if error is UnsupportedDevice else next(iter(changes))
     with pytest.raises(error) as caught:

@@ -58,14 +58,22 @@ def opcheck(op: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> 
     assert all(torch.equal(raw(tensor), old) for tensor, old in zip(given, before, strict=True))
     inside = {tensor.untyped_storage().data_ptr() for tensor in given}
     for out in result if isinstance(result, tuple) else (result,):
-        assert out.numel() == 0 or out.untyped_storage().data_ptr() not in inside, "no result aliases an argument"
+        assert out.numel() == 0 or out.untyped_storage().data_ptr() not in inside, (
+            "no result aliases an argument"
+        )
 
 
 # --- fr_71: schema, fake and real agree ------------------------------------------------------------------
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "all": {"window": 50, "logit_cap": 3.0, "return_lse": True, "new_kv_included": True, "softmax_scale": 0.2},
+    "all": {
+        "window": 50,
+        "logit_cap": 3.0,
+        "return_lse": True,
+        "new_kv_included": True,
+        "softmax_scale": 0.2,
+    },
 }
 
 
@@ -76,7 +84,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_fr_71_opcheck(kind: str, where: str, variant: str, view: str, scheduled: bool) -> None:
     options = VARIANTS[variant]
-    x = inputs(kind, where, window=options.get("window"), sinks=variant == "all", new_kv_included=variant == "all")
+    x = inputs(
+        kind, where, window=options.get("window"), sinks=variant == "all", new_kv_included=variant == "all"
+    )
     q, *others = positional(x)
     args = (transposed(q) if view != "packed" else q, *others)
     kwargs = {**options, "task_map": x.task_map if scheduled else None, "sinks": x.sinks}
@@ -102,7 +112,9 @@ def test_row_32_fakes_agree_with_the_functions(kind: str, where: str) -> None:
     q, *others = positional(x)
     real = packet(kind)(transposed(q), *others, return_lse=True, new_kv_included=True)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = packet(kind)(*map(mode.from_tensor, (transposed(q), *others)), return_lse=True, new_kv_included=True)
+        fake = packet(kind)(
+            *map(mode.from_tensor, (transposed(q), *others)), return_lse=True, new_kv_included=True
+        )
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
     assert real[0].dtype == torch.bfloat16
@@ -168,7 +180,9 @@ def step(x: DecodeInputs, given: bool) -> Callable[..., torch.Tensor]:
     """One step of a model: the schedule, two layers that share it, and work before and after."""
     p = x.params
 
-    def run(q: torch.Tensor, lens: torch.Tensor, task_map: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def run(
+        q: torch.Tensor, lens: torch.Tensor, task_map: torch.Tensor, output: torch.Tensor
+    ) -> torch.Tensor:
         hpc.assign_attention_decode_task(lens, task_map, p.kv_heads, p.num_new_tokens, p.new_kv_included)
         total = torch.zeros((), device=q.device)
         for _ in range(2):

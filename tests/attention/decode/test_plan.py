@@ -73,7 +73,7 @@ def test_chunks_and_merges_agree_with_an_owner_map(lens, new, n_bins, floor, win
     for g, bin_ in enumerate(bins):
         for b, _, _ in segments(bin_, ranges):
             owners[b].append(g)
-    for b, touching in owners.items():
+    for touching in owners.values():
         assert touching == list(range(touching[0], touching[-1] + 1)), "chunk j of a request is in bin g0 + j"
 
     for g, bin_ in enumerate(bins):
