@@ -18,10 +18,10 @@ PATHS = ("dynamic", "static")
 
 
 def make(
-    lens: Any, heads: tuple[int, int] = (8, 1), seed: int = 1, device: Any = DEVICE, **rest: Any
+    lens: Any, heads: tuple[int, int] = (8, 1), seed: int = 1, device: Any = None, **rest: Any
 ) -> DecodeInputs:
     """Inputs of one call, with a filled task map."""
-    inputs = cases.make_tensors(DecodeCase(tuple(lens), *heads, **rest), device, seed)
+    inputs = cases.make_tensors(DecodeCase(tuple(lens), *heads, **rest), device or DEVICE, seed)
     return replace(inputs, task_map=cases.make_task_map(inputs))
 
 
@@ -42,7 +42,7 @@ def check(inputs: DecodeInputs, path: str = "dynamic", **more: Any) -> torch.Ten
 
 def compare(inputs: DecodeInputs, out: torch.Tensor, lse: torch.Tensor | None, what: str = "") -> None:
     expected, expected_lse = cases.reference(inputs)
-    assert_close(out, expected, cases.TOLERANCES[inputs.params.dtype], what)
+    assert_close(out, expected, cases.tolerance(inputs.params), what)
     empty = expected_lse == -torch.inf
     assert (out[empty] == 0).all(), "a row without a key is zero"
     if lse is not None:

@@ -105,7 +105,7 @@ def test_no_tensor(kind: str, name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["qscale", "kscale", "vscale"])
-@pytest.mark.parametrize("value", [None, 1.0])
+@pytest.mark.parametrize("value", [None, 1, 1.0])
 def test_scales_are_tensors(name: str, value: Any) -> None:
     refused("fp8", name, InvalidDtype, "torch.Tensor", type(value).__name__, **{name: value})
 
@@ -221,7 +221,7 @@ def test_fr_05_page_sizes(kind: str, page: int) -> None:
 
 
 @both
-@pytest.mark.parametrize("dim", [4, 60, 100, 264, 576])
+@pytest.mark.parametrize("dim", [4, 12, 60, 100, 264, 576])
 def test_fr_23_head_dims(kind: str, dim: int) -> None:
     """Row 2 of the known faults: nothing unsupported reaches a launch."""
     t = FP8 if kind == "fp8" else BF16
@@ -314,11 +314,14 @@ def test_fr_54_scales_elsewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("found", [(7, 5), (7, 0)])
-def test_fr_88_gpus_that_no_kernel_runs_on(monkeypatch: pytest.MonkeyPatch, found: tuple[int, int]) -> None:
+@pytest.mark.parametrize("device", [0, "cuda:0", torch.device("cuda", 1)])
+def test_fr_88_gpus_that_no_kernel_runs_on(
+    monkeypatch: pytest.MonkeyPatch, device: Any, found: tuple[int, int]
+) -> None:
     monkeypatch.setattr(arch, "capability", lambda device: found)
     monkeypatch.setattr(arch, "device_name", lambda device: "Some GPU")
     with pytest.raises(UnsupportedDevice) as caught:
-        arch.require_gpu("attention_decode_fp8", "cuda:0")
+        arch.require_gpu("attention_decode_fp8", device)
     text = str(caught.value)
     assert "attention_decode_fp8 needs an NVIDIA GPU of compute capability 8.0" in text
     assert f"found Some GPU with {found[0]}.{found[1]}" in text
@@ -463,6 +466,16 @@ def test_a_workspace_made_for_more_kv_heads_has_too_few_bins() -> None:
     says(caught.value, "assign_attention_decode_task", "task_map", expected, f"{given} bytes")
 
 
+@both
+def test_fr_14_decode_with_a_workspace_made_for_more_kv_heads(kind: str) -> None:
+    needed, given = (4 * plan.workspace_words(132, heads) for heads in (HKV, 8))
+    expected, got = f"at least {needed} bytes for {HKV} KV heads", f"{given} bytes"
+    refused(kind, "task_map", InvalidArgument, expected, got, task_map=workspace(8))
+    assert call(kind, task_map=workspace(1)).shape == (B, HQ, D), (
+        "fewer heads need more bins: theirs is larger"
+    )
+
+
 @pytest.mark.parametrize("batch", [0, 1, 5, 4000])
 def test_row_14_any_batch_fits_and_short_requests_keep_their_neighbours(batch: int) -> None:
     """A padded length of 1 under 4 query tokens, more requests than the workspace was made for, any floor."""
@@ -521,6 +534,20 @@ def test_row_1_an_empty_batch_gives_an_empty_result(kind: str) -> None:
     assert call(kind, output=given, task_map=workspace(), **changes) is given
     empty = zeros(0, P, HKV, D, dtype=t)
     assert call(kind, kcache=empty, vcache=empty, **changes).numel() == 0
+
+
+@both
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_a_length_of_zero_gives_zeros(kind: str, scheduled: bool) -> None:
+    """Values of 1, so that only the row without a key is zero; an output full of NaN shows that it is written."""
+    t = FP8 if kind == "fp8" else BF16
+    output = torch.full((B, HQ, D), float("nan"), dtype=BF16)
+    lens = arguments(kind)["num_seq_kvcache"]
+    task_map = hpc.assign_attention_decode_task(lens, workspace(), HKV, 1, True) if scheduled else None
+    out, lse = call(kind, vcache=torch.ones(PAGES, P, HKV, D).to(t), output=output, task_map=task_map,
+                    return_lse=True)  # fmt: skip
+    assert out is output and (out[:2] == 1).all() and (out[2] == 0).all()
+    assert (lse[2] == -torch.inf).all() and lse[:2].isfinite().all()
 
 
 @both

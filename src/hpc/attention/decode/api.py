@@ -116,8 +116,9 @@ def attention_decode_fp8(
             [num_pages, rows, num_kv_heads, n] (or its bytes as float8): token t of a page at [t // n, head, t % n].
         vscale: float32 [1] for quant_type 1, [num_kv_heads] for 0.
         quant_type: `QuantType` or its value, 0 or 1.
-        block_ids, num_seq_kvcache, mtp, new_kv_included, splitk, task_map, split_flag, output, softmax_scale, window,
-            logit_cap, sinks, return_lse, batch_invariant, plan: as in `attention_decode_bf16`.
+        block_ids, num_seq_kvcache, mtp, new_kv_included, splitk, task_map: as in `attention_decode_bf16`.
+        split_flag, output, softmax_scale, window, logit_cap, sinks: likewise.
+        return_lse, batch_invariant, plan: likewise.
 
     Returns:
         BF16 [B * S, num_q_heads, v_dim], or (that, float32 lse [B * S, num_q_heads]).
