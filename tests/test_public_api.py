@@ -27,6 +27,15 @@ DECODE_HEAD = {
     "num_seq_kvcache": REQUIRED,
 }
 DECODE_TAIL = {"splitk": True, "task_map": None, "split_flag": None, "output": None}
+MOE_ROUTING = dict.fromkeys(("topk_ids", "topk_scale", "rank_ep", "num_expert_total"), REQUIRED)
+MOE_TENSOR = {
+    **dict.fromkeys(("x", "gate_up_weight", "down_weight", "gate_up_scale", "down_scale"), REQUIRED),
+    "act_and_mul_scale": REQUIRED, **MOE_ROUTING, "use_bf16_mul": True, "shared_output": None,
+}  # fmt: skip
+MOE_BLOCK = {
+    **dict.fromkeys(("x", "x_scale", "gate_up_weight", "gate_up_weight_scale", "down_weight"), REQUIRED),
+    "down_weight_scale": REQUIRED, **MOE_ROUTING, "shared_output": None,
+}  # fmt: skip
 CONTRACT: dict[str, dict[str, object]] = {
     "attention_decode_bf16": {**DECODE_HEAD, "mtp": 0, "new_kv_included": False, **DECODE_TAIL},
     "attention_decode_fp8": {
@@ -55,6 +64,10 @@ CONTRACT: dict[str, dict[str, object]] = {
     },
     "print_attention_decode_task": {"task_map": REQUIRED},
     "warmup": {"ops": None, "device": None, "progress": None},
+    "fuse_moe": {**MOE_TENSOR, "output": None},
+    "fuse_moe_pertensor_fp8": MOE_TENSOR,
+    "fuse_moe_blockwise": {**MOE_BLOCK, "output": None},
+    "fuse_moe_blockwise_fp8": MOE_BLOCK,
 }
 
 # Ours, keyword-only.
@@ -140,7 +153,7 @@ def test_all_names_resolve_and_are_listed() -> None:
 
 def test_table_all_and_type_checking_imports_agree() -> None:
     """One table decides at run time; the names that type checkers see must be the same."""
-    for module in (hpc, hpc.attention):
+    for module in (hpc, hpc.attention, hpc.moe):
         table = set(module._PUBLIC)
         assert {name for name in module.__all__ if not name.startswith("__")} == table
         tree = ast.parse(Path(inspect.getfile(module)).read_text())

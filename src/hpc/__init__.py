@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time the table below 
     )
     from hpc.common.quant import QuantType
     from hpc.common.warmup import warmup
+    from hpc.moe import fuse_moe, fuse_moe_blockwise, fuse_moe_blockwise_fp8, fuse_moe_pertensor_fp8
 
     __built_json__: str
 
@@ -31,6 +32,10 @@ _PUBLIC: dict[str, str] = {
     "assign_attention_decode_task": "hpc.attention",
     "attention_decode_bf16": "hpc.attention",
     "attention_decode_fp8": "hpc.attention",
+    "fuse_moe": "hpc.moe",
+    "fuse_moe_blockwise": "hpc.moe",
+    "fuse_moe_blockwise_fp8": "hpc.moe",
+    "fuse_moe_pertensor_fp8": "hpc.moe",
     "get_attention_decode_scratch_size": "hpc.attention",
     "get_attention_decode_task_workspace": "hpc.attention",
     "print_attention_decode_task": "hpc.attention",
@@ -38,7 +43,7 @@ _PUBLIC: dict[str, str] = {
 }
 
 # Submodules that can be reached as attributes without an import of their own.
-_MODULES = ("attention", "bench", "common", "testing")
+_MODULES = ("attention", "bench", "common", "moe", "testing")
 
 __all__ = [
     "QuantType",
@@ -47,6 +52,10 @@ __all__ = [
     "assign_attention_decode_task",
     "attention_decode_bf16",
     "attention_decode_fp8",
+    "fuse_moe",
+    "fuse_moe_blockwise",
+    "fuse_moe_blockwise_fp8",
+    "fuse_moe_pertensor_fp8",
     "get_attention_decode_scratch_size",
     "get_attention_decode_task_workspace",
     "print_attention_decode_task",

@@ -1,0 +1,35 @@
+"""Fused FP8 MoE: the public names, loaded on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers; at run time the table below decides
+    from hpc.moe.api import fuse_moe, fuse_moe_blockwise, fuse_moe_blockwise_fp8, fuse_moe_pertensor_fp8
+
+# Public name -> the module that holds it.
+_PUBLIC: dict[str, str] = {
+    "fuse_moe": "hpc.moe.api",
+    "fuse_moe_blockwise": "hpc.moe.api",
+    "fuse_moe_blockwise_fp8": "hpc.moe.api",
+    "fuse_moe_pertensor_fp8": "hpc.moe.api",
+}
+
+__all__ = ["fuse_moe", "fuse_moe_blockwise", "fuse_moe_blockwise_fp8", "fuse_moe_pertensor_fp8"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'hpc.moe' has no attribute {name!r}")
+    from hpc.common import env
+
+    env.require_versions()
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -1,0 +1,199 @@
+"""Public functions of the fused FP8 MoE."""
+
+from __future__ import annotations
+
+import torch
+
+from hpc.moe import entry, ops
+from hpc.moe.plan import Plan
+from hpc.moe.validate import Arguments
+
+
+def fuse_moe(
+    x: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_scale: torch.Tensor,
+    act_and_mul_scale: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_scale: torch.Tensor,
+    rank_ep: int,
+    num_expert_total: int,
+    use_bf16_mul: bool = True,
+    shared_output: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    *,
+    routed_scaling_factor: float = 1.0,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """Gated MoE on FP8 with one scale an expert: gate and up product, SiLU, down product, weighted sum over top-k.
+
+    For token t and its k-th expert e = topk_ids[t, k] - rank_ep * E, if 0 <= e < E (any other id, -1 included,
+    contributes nothing, whatever its weight; an id may repeat; so may a weight of exactly 0 be skipped):
+
+        [g | u] = bf16(x[t] . gate_up_weight[e]^T * gate_up_scale[e])
+        a       = e4m3(silu(g) * u * act_and_mul_scale)         product of bf16(silu(g)) and u rounded to bf16 first,
+                                                                if use_bf16_mul
+        y[t, k] = bf16(a . down_weight[e]^T * down_scale[e])
+        out[t]  = bf16(routed_scaling_factor * sum_k topk_scale[t, k] * y[t, k] + shared_output[t])
+
+    Sums are fp32 and in a fixed order: equal inputs give equal bits. Runs on the current stream, synchronises nothing,
+    and can be captured in a CUDA graph and replayed with other ids. Off a GPU it computes the reference.
+
+    Args:
+        x: float8_e4m3fn [T, H], contiguous; H a multiple of 64. T may be 0.
+        gate_up_weight: float8_e4m3fn [E, 2 I, H], contiguous, gate rows first; I a multiple of 16, E experts of this
+            rank.
+        down_weight: float8_e4m3fn [E, H, I], contiguous.
+        gate_up_scale, down_scale: float32 [E], multiply the accumulator: weight scale times input scale.
+        act_and_mul_scale: float32, one value, multiplies before the cast to e4m3 (1 / scale of the down input).
+        topk_ids: int32 [T, K], global expert ids; K up to 128.
+        topk_scale: float32 [T, K], the weights of the sum.
+        rank_ep: expert-parallel rank; its experts are [rank_ep * E, (rank_ep + 1) * E).
+        num_expert_total: experts of all ranks; decides tile sizes only. 0: those of this rank.
+        use_bf16_mul: round SiLU and product to bf16, as a model in bf16 does.
+        shared_output: BF16 [T, H], contiguous; added once.
+        output: BF16 [T, H], inner dim packed; written in place and returned.
+        routed_scaling_factor: factor of the weighted sum, before shared_output is added.
+        plan: run this plan instead of the analytic choice.
+
+    Returns:
+        BF16 [T, H]: `output`, or a fresh tensor.
+
+    Raises:
+        InvalidArgument, InvalidDtype, UnsupportedDevice: before any launch, naming argument, expected and got.
+
+    Source: Shazeer et al., "Outrageously large neural networks" (2017); SwiGLU by Shazeer (2020); grouped products over
+    sorted tokens as in MegaBlocks (Gale et al., 2022).
+    """
+    args = Arguments(x, gate_up_weight, down_weight, gate_up_scale, down_scale, topk_ids, topk_scale, None,
+                     act_and_mul_scale, shared_output, output)  # fmt: skip
+    if torch.compiler.is_compiling():
+        return ops.traced("fuse_moe", args, rank_ep, num_expert_total, use_bf16_mul, routed_scaling_factor)
+    return entry.fused("fuse_moe", args, rank_ep, num_expert_total, use_bf16_mul, routed_scaling_factor, plan)
+
+
+def fuse_moe_pertensor_fp8(
+    x: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_scale: torch.Tensor,
+    act_and_mul_scale: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_scale: torch.Tensor,
+    rank_ep: int,
+    num_expert_total: int,
+    use_bf16_mul: bool = True,
+    shared_output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fuse_moe` without an output argument.
+
+    Args:
+        x, gate_up_weight, down_weight, gate_up_scale, down_scale, act_and_mul_scale: as in `fuse_moe`.
+        topk_ids, topk_scale, rank_ep, num_expert_total, use_bf16_mul, shared_output: likewise.
+
+    Returns:
+        BF16 [T, H], fresh.
+
+    Raises:
+        InvalidArgument, InvalidDtype, UnsupportedDevice: as `fuse_moe`.
+
+    Source: as `fuse_moe`.
+    """
+    args = Arguments(x, gate_up_weight, down_weight, gate_up_scale, down_scale, topk_ids, topk_scale, None,
+                     act_and_mul_scale, shared_output, None)  # fmt: skip
+    name = "fuse_moe_pertensor_fp8"
+    if torch.compiler.is_compiling():
+        return ops.traced(name, args, rank_ep, num_expert_total, use_bf16_mul, 1.0)
+    return entry.fused(name, args, rank_ep, num_expert_total, use_bf16_mul)
+
+
+def fuse_moe_blockwise(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    gate_up_weight_scale: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_weight_scale: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_scale: torch.Tensor,
+    rank_ep: int,
+    num_expert_total: int,
+    shared_output: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    *,
+    routed_scaling_factor: float = 1.0,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """`fuse_moe` with one scale for each 128x128 block of the weights and each 128 columns of a row of activations.
+
+    With kb over blocks of 128 columns, nb the block of a weight's row, ws and s2 the weights' scales:
+
+        [g | u] = bf16(sum_kb (x . gate_up_weight[e]^T over block kb) * x_scale[t, kb] * ws[e, nb, kb])
+        a       = e4m3(v / (s + 1e-8)),  v = silu(g) * u in fp32,  s = max |v| / 448 over 128 columns of the row
+        y       = bf16(sum_kb (a . down_weight[e]^T over block kb) * s[kb] * s2[e, nb, kb])
+
+    Sizes need not be multiples of 128: the last block of a row or column is then a partial one. Rows of gate_up_weight
+    are blocked as one matrix of 2 I rows.
+
+    Args:
+        x: float8_e4m3fn [T, H]; x_scale: float32 [T, ceil(H / 128)], contiguous.
+        gate_up_weight: float8_e4m3fn [E, 2 I, H].
+        gate_up_weight_scale: float32 [E, ceil(2 I / 128), ceil(H / 128)], the last dim also padded to a multiple of 4;
+            what padding holds is never read.
+        down_weight: float8_e4m3fn [E, H, I]; down_weight_scale: float32 [E, ceil(H / 128), ceil(I / 128)], padded
+            alike.
+        topk_ids, topk_scale, rank_ep, num_expert_total: as in `fuse_moe`.
+        shared_output, output, routed_scaling_factor, plan: likewise.
+
+    Returns:
+        BF16 [T, H]: `output`, or a fresh tensor.
+
+    Raises:
+        InvalidArgument, InvalidDtype, UnsupportedDevice: before any launch, naming argument, expected and got.
+
+    Source: as `fuse_moe`; block scales by DeepSeek-V3 (2024).
+    """
+    args = Arguments(x, gate_up_weight, down_weight, gate_up_weight_scale, down_weight_scale, topk_ids, topk_scale,
+                     x_scale, None, shared_output, output)  # fmt: skip
+    if torch.compiler.is_compiling():
+        return ops.traced("fuse_moe_blockwise", args, rank_ep, num_expert_total, True, routed_scaling_factor)
+    return entry.fused(
+        "fuse_moe_blockwise", args, rank_ep, num_expert_total, True, routed_scaling_factor, plan
+    )
+
+
+def fuse_moe_blockwise_fp8(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    gate_up_weight_scale: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_weight_scale: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_scale: torch.Tensor,
+    rank_ep: int,
+    num_expert_total: int,
+    shared_output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fuse_moe_blockwise` without an output argument.
+
+    Args:
+        x, x_scale, gate_up_weight, gate_up_weight_scale, down_weight, down_weight_scale: as in `fuse_moe_blockwise`.
+        topk_ids, topk_scale, rank_ep, num_expert_total, shared_output: likewise.
+
+    Returns:
+        BF16 [T, H], fresh.
+
+    Raises:
+        InvalidArgument, InvalidDtype, UnsupportedDevice: as `fuse_moe_blockwise`.
+
+    Source: as `fuse_moe_blockwise`.
+    """
+    args = Arguments(x, gate_up_weight, down_weight, gate_up_weight_scale, down_weight_scale, topk_ids, topk_scale,
+                     x_scale, None, shared_output, None)  # fmt: skip
+    if torch.compiler.is_compiling():
+        return ops.traced("fuse_moe_blockwise_fp8", args, rank_ep, num_expert_total, True, 1.0)
+    return entry.fused("fuse_moe_blockwise_fp8", args, rank_ep, num_expert_total)

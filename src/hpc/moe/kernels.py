@@ -1,0 +1,157 @@
+"""The two grouped products of the fused MoE in Triton: any GPU from SM80 on, and Triton's interpreter on a CPU.
+
+e4m3 operands are widened to fp16, exactly, and multiplied with fp32 accumulation. Both kernels walk the tile list
+of `route.py`; the number of tiles is read on the device, the grid is fixed.
+"""
+
+import triton
+import triton.language as tl
+
+from hpc.common.triton_helpers import e4m3_bytes_to_fp16, pdl_launch, pdl_wait, round_to_bf16, to_bf16
+
+
+@triton.jit
+def e4m3_bytes(x, HARDWARE: tl.constexpr):
+    """fp32 to the bits of the nearest e4m3 value, ties to even, saturated at 448; NaN stays NaN.
+
+    Without the conversion instruction (before SM89, interpreted): normal values round in the bits of fp32, values
+    below 2^-6 on the grid of 2^-9.
+    """
+    if HARDWARE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        size = tl.minimum(tl.abs(x), 448.0)
+        raw = size.to(tl.uint32, bitcast=True)
+        normal = ((raw + ((raw >> 20) & 1) + 0x7FFFF) >> 20) - (120 << 3)
+        # adding 2^23 leaves the nearest integer in the low bits
+        small = (tl.minimum(size, 1.0) * 512.0 + 8388608.0).to(tl.uint32, bitcast=True) & 0xFFFF
+        code = tl.where(size < 0.015625, small, normal)
+        code = tl.where(x == x, code, 0x7F)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _operand(x, INTERPRET: tl.constexpr):
+    wide = e4m3_bytes_to_fp16(x)
+    return wide.to(tl.float32) if INTERPRET else wide
+
+
+@triton.jit
+def _bf16_value(x, INTERPRET: tl.constexpr):
+    """fp32 rounded to the nearest bf16 value, as fp32."""
+    return round_to_bf16(x) if INTERPRET else x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "top_k"],
+    do_not_specialize_on_alignment=["x_scale_ptr", "w_scale_ptr", "act_scale_ptr"],
+)
+def _moe_gate_up_kernel(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, act_scale_ptr, expert_ptr, start_ptr, rows_ptr, num_tiles_ptr, pair_ptr,
+    a_ptr, a_scale_ptr, num_rows, top_k, H, I, stride_a, x_scale_cols, w_scale_rows, w_scale_cols,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SCALES: tl.constexpr, BF16_MUL: tl.constexpr,
+    HARDWARE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs): a = quantise(silu(gate) * up) for every row, [gate | up] = bf16(x[token] w13^T * scale).
+
+    A work item is a tile of rows times 128 columns of gate and the same 128 of up. x_ptr, w_ptr, a_ptr hold e4m3 bits;
+    rows of a are `stride_a` apart. Block scales: a_scale_ptr [ceil(I / 128), num_rows]. BLOCK_K divides 128.
+    """
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    column_blocks = (I + 127) // 128
+    work = tl.load(num_tiles_ptr) * column_blocks
+    r = tl.arange(0, BLOCK_T)
+    kk = tl.arange(0, BLOCK_K)
+    for item in range(tl.program_id(0), work, tl.num_programs(0)):
+        tile = item // column_blocks
+        i = item % column_blocks * 128 + tl.arange(0, 128)
+        expert = tl.load(expert_ptr + tile).to(tl.int64)
+        start = tl.load(start_ptr + tile)
+        live = r < tl.load(rows_ptr + tile)
+        token = (tl.load(pair_ptr + start + r, mask=live, other=0) // top_k).to(tl.int64)
+        gate_at = w_ptr + (expert * (2 * I) + i)[:, None] * H + kk[None, :]
+        up_at = gate_at + I.to(tl.int64) * H
+        x_at = x_ptr + token[:, None] * H + kk[None, :]
+        gate = tl.zeros([BLOCK_T, 128], tl.float32)
+        up = tl.zeros([BLOCK_T, 128], tl.float32)
+        for k in range(0, H, BLOCK_K):
+            inner = k + kk < H
+            x = _operand(tl.load(x_at + k, mask=live[:, None] & inner[None, :], other=0), INTERPRET)
+            w_mask = (i < I)[:, None] & inner[None, :]
+            wg = _operand(tl.load(gate_at + k, mask=w_mask, other=0), INTERPRET)
+            wu = _operand(tl.load(up_at + k, mask=w_mask, other=0), INTERPRET)
+            if BLOCK_SCALES:
+                xs = tl.load(x_scale_ptr + token * x_scale_cols + k // 128, mask=live, other=0.0)
+                ws_at = w_scale_ptr + expert * (w_scale_rows * w_scale_cols) + k // 128
+                gs = tl.load(ws_at + i // 128 * w_scale_cols, mask=i < I, other=0.0)
+                us = tl.load(ws_at + (i + I) // 128 * w_scale_cols, mask=i < I, other=0.0)
+                gate += tl.dot(x, tl.trans(wg)) * (xs[:, None] * gs[None, :])
+                up += tl.dot(x, tl.trans(wu)) * (xs[:, None] * us[None, :])
+            else:
+                gate = tl.dot(x, tl.trans(wg), gate)
+                up = tl.dot(x, tl.trans(wu), up)
+        if not BLOCK_SCALES:
+            scale = tl.load(w_scale_ptr + expert)
+            gate = gate * scale
+            up = up * scale
+        gate = _bf16_value(gate, INTERPRET)
+        up = _bf16_value(up, INTERPRET)
+        silu = gate / (1.0 + tl.exp(-gate))
+        if BF16_MUL:
+            value = _bf16_value(_bf16_value(silu, INTERPRET) * up, INTERPRET)
+        else:
+            value = silu * up
+        row = (start + r).to(tl.int64)
+        if BLOCK_SCALES:
+            amax = tl.max(tl.where((i < I)[None, :], tl.abs(value), 0.0), 1)
+            s = amax / 448.0
+            value = value / (s + 1e-8)[:, None]
+            tl.store(a_scale_ptr + item % column_blocks * num_rows + row, s, mask=live)
+        else:
+            value = value * tl.load(act_scale_ptr)
+        at = a_ptr + row[:, None] * stride_a + i[None, :]
+        tl.store(at, e4m3_bytes(value, HARDWARE), mask=live[:, None] & (i < I)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["w_scale_ptr"])
+def _moe_down_kernel(
+    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, expert_ptr, start_ptr, rows_ptr, num_tiles_ptr, pair_ptr, y_ptr,
+    num_rows, H, I, stride_a, w_scale_rows, w_scale_cols,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SCALES: tl.constexpr,
+    PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs): y[pair] = bf16(a[row] w2^T * scale), a tile of rows times BLOCK_H columns a work item."""
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    column_blocks = (H + BLOCK_H - 1) // BLOCK_H
+    work = tl.load(num_tiles_ptr) * column_blocks
+    r = tl.arange(0, BLOCK_T)
+    kk = tl.arange(0, BLOCK_K)
+    for item in range(tl.program_id(0), work, tl.num_programs(0)):
+        tile = item // column_blocks
+        h = item % column_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+        expert = tl.load(expert_ptr + tile).to(tl.int64)
+        start = tl.load(start_ptr + tile)
+        live = r < tl.load(rows_ptr + tile)
+        row = (start + r).to(tl.int64)
+        w_at = w_ptr + (expert * H + h)[:, None] * I + kk[None, :]
+        a_at = a_ptr + row[:, None] * stride_a + kk[None, :]
+        acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+        for k in range(0, I, BLOCK_K):
+            inner = k + kk < I
+            a = _operand(tl.load(a_at + k, mask=live[:, None] & inner[None, :], other=0), INTERPRET)
+            w = _operand(tl.load(w_at + k, mask=(h < H)[:, None] & inner[None, :], other=0), INTERPRET)
+            if BLOCK_SCALES:
+                s = tl.load(a_scale_ptr + k // 128 * num_rows + row, mask=live, other=0.0)
+                ws_at = w_scale_ptr + expert * (w_scale_rows * w_scale_cols) + k // 128
+                ws = tl.load(ws_at + h // 128 * w_scale_cols, mask=h < H, other=0.0)
+                acc += tl.dot(a, tl.trans(w)) * (s[:, None] * ws[None, :])
+            else:
+                acc = tl.dot(a, tl.trans(w), acc)
+        if not BLOCK_SCALES:
+            acc = acc * tl.load(w_scale_ptr + expert)
+        pair = tl.load(pair_ptr + start + r, mask=live, other=0).to(tl.int64)
+        at = y_ptr + pair[:, None] * H + h[None, :]
+        tl.store(at, to_bf16(acc, INTERPRET), mask=live[:, None] & (h < H)[None, :])

@@ -1,0 +1,163 @@
+"""From a checked signature to launches: one `Call` for each signature seen, holding all that does not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hpc.common.launch import Kernel, raw_stream
+from hpc.moe import plan
+from hpc.moe.validate import Arguments
+
+NAME = "fuse_moe"
+Launch = Callable[..., None]
+
+
+def reduce_block(hidden: int, num_tokens: int, sms: int) -> int:
+    """Columns of one program of the weighted sum: narrow while there are few tokens, to fill the GPU."""
+    block = 1024
+    while block > 256 and num_tokens * plan.ceil_div(hidden, block) < 2 * sms:
+        block //= 2
+    return min(block, plan.power_of_two(hidden))
+
+
+class Call:
+    """The launches of one call signature on one device. Holds no tensor: `run` allocates the scratch of the call."""
+
+    def __init__(self, key: plan.Key, chosen: plan.Plan, index: int, rank_ep: int, shared: bool,
+                 stride_out: int, scales: tuple[tuple[int, ...], ...], interpret: bool = False) -> None:  # fmt: skip
+        self.key, self.plan, self.index = key, chosen, index
+        self.layout = plan.scratch(key, chosen)
+        self.first_expert = rank_ep * key.num_experts
+        self.pdl = key.sm90
+        self.scales, self.interpret = scales, interpret
+        self._index = self._index_build()
+        self._gemms = self._portable()
+        self._reduce = self._weighted_sum(shared, stride_out)
+
+    def run(self, args: Arguments, factor: float, out: torch.Tensor) -> None:
+        """Launch on the current stream of the tensors' device."""
+        scratch = torch.empty(self.layout.size, dtype=torch.uint8, device=args.x.device)
+        if torch.cuda.current_device() == self.index:
+            self.launch(raw_stream(self.index), args, factor, out, scratch)
+        else:
+            with torch.cuda.device(self.index):
+                self.launch(raw_stream(self.index), args, factor, out, scratch)
+
+    def launch(
+        self, stream: int, args: Arguments, factor: float, out: torch.Tensor, scratch: torch.Tensor
+    ) -> None:
+        """All kernels of the call, in order."""
+        self._index(stream, args, scratch)
+        self._gemms(stream, args, scratch)
+        self._reduce(stream, args, factor, out, scratch)
+
+    def _words(self, scratch: torch.Tensor, *names: str) -> list[torch.Tensor]:
+        """int32 views of scratch fields, to their end and beyond: a kernel knows its bounds."""
+        words = scratch.view(torch.int32)
+        return [words[getattr(self.layout, name) // 4 :] for name in names]
+
+    def _index_build(self) -> Launch:
+        from hpc.moe import route
+
+        key, chosen, layout = self.key, self.plan, self.layout
+        bins, chunk, pairs = plan.expert_bins(key), chosen.chunk, key.pairs
+        options = {"num_warps": 4, "launch_pdl": self.pdl}
+        place = Kernel(route._moe_place_kernel, NAME, **options)
+        count = Kernel(route._moe_count_kernel, NAME, **options)
+        scan = Kernel(route._moe_scan_kernel, NAME, **options)
+        grid = (layout.num_chunks, 1, 1)
+        ids = (pairs, key.num_experts, self.first_expert)
+        cols = min(32, bins)
+        fixed = (bins, chunk, plan.power_of_two(pairs), chosen.tile, chosen.fused_index, True, self.pdl)
+        fields = ("counts", "totals", "expert", "start", "rows", "num_tiles", "pair", "row", "counters")
+
+        def run(stream: int, args: Arguments, scratch: torch.Tensor) -> None:
+            if place.compiled:
+                base = scratch.data_ptr()
+                at = [base + getattr(layout, name) for name in fields]
+                routing = (args.topk_ids.data_ptr(), args.topk_scale.data_ptr())
+            else:
+                at, routing = self._words(scratch, *fields), (args.topk_ids, args.topk_scale)
+            if not chosen.fused_index:
+                count(grid, stream, (*routing, at[0], *ids, bins, chunk, True, self.pdl))
+                scan(
+                    (bins // cols, 1, 1), stream, (at[0], at[1], layout.num_chunks, bins, cols, 32, self.pdl)
+                )
+            place(grid, stream, (*routing, *at, *ids, layout.num_counters, *fixed))
+
+        return run
+
+    def _portable(self) -> Launch:
+        from hpc.moe import kernels
+
+        key, chosen, layout = self.key, self.plan, self.layout
+        block_k = 128 if chosen.tile <= 32 else 64
+        options = {"num_warps": 8 if chosen.tile > 32 else 4, "num_stages": 3, "launch_pdl": self.pdl}
+        gate_up = Kernel(kernels._moe_gate_up_kernel, NAME, **options)
+        down = Kernel(kernels._moe_down_kernel, NAME, **options)
+        per_sm = 2 if chosen.tile <= 32 else 1
+        grids = [
+            (max(1, min(layout.max_tiles * blocks, per_sm * key.sms)), 1, 1)
+            for blocks in (key.groups, plan.ceil_div(key.hidden, 128))
+        ]
+        (w13_rows, w13_cols), (w2_rows, w2_cols) = self.scales
+        sizes = (key.hidden, key.inter, layout.act_stride)
+        up_fixed = (
+            key.pairs, key.top_k, *sizes, plan.ceil_div(key.hidden, 128), w13_rows, w13_cols,
+            chosen.tile, block_k, key.block_scales, key.bf16_mul, key.hardware_fp8, self.pdl, self.interpret,
+        )  # fmt: skip
+        down_fixed = (
+            key.pairs, *sizes, w2_rows, w2_cols, chosen.tile, 128, block_k, key.block_scales, self.pdl, self.interpret,
+        )  # fmt: skip
+        tiles = ("expert", "start", "rows", "num_tiles", "pair")
+
+        def run(stream: int, args: Arguments, scratch: torch.Tensor) -> None:
+            tensors = (args.x, args.x_scale, args.w13, args.w13_scale, args.act_scale, args.w2, args.w2_scale)
+            if down.compiled:
+                base = scratch.data_ptr()
+                x, xs, w13, s13, act, w2, s2 = (base if t is None else t.data_ptr() for t in tensors)
+                lists = [base + getattr(layout, name) for name in tiles]
+                a, a_scale, y = (base + getattr(layout, name) for name in ("act", "act_scale", "y"))
+            else:
+                floats = scratch.view(torch.float32)
+                x, xs, w13, s13, act, w2, s2 = (
+                    floats if t is None else t.view(torch.uint8) if t.element_size() == 1 else t
+                    for t in tensors
+                )
+                lists = self._words(scratch, *tiles)
+                a, a_scale = scratch[layout.act :], floats[layout.act_scale // 4 :]
+                y = scratch.view(torch.bfloat16)[layout.y // 2 :]
+            gate_up(grids[0], stream, (x, xs, w13, s13, act, *lists, a, a_scale, *up_fixed))
+            down(grids[1], stream, (a, a_scale, w2, s2, *lists, y, *down_fixed))
+
+        return run
+
+    def _weighted_sum(self, shared: bool, stride_out: int) -> Launch:
+        from hpc.moe import route
+
+        key, layout = self.key, self.layout
+        block = reduce_block(key.hidden, key.num_tokens, key.sms)
+        kernel = Kernel(route._moe_reduce_kernel, NAME, num_warps=max(1, block // 256), launch_pdl=self.pdl)
+        grid = (key.num_tokens, plan.ceil_div(key.hidden, block), 1)
+        unroll = min(8, plan.power_of_two(key.top_k))
+        fixed = (key.top_k, block, False, shared, unroll, self.pdl, self.interpret)
+
+        def run(
+            stream: int, args: Arguments, factor: float, out: torch.Tensor, scratch: torch.Tensor
+        ) -> None:
+            if kernel.compiled:
+                base = scratch.data_ptr()
+                pointers: tuple[Any, ...] = (
+                    base + layout.y, base + layout.row, args.topk_scale.data_ptr(),
+                    base if args.shared_output is None else args.shared_output.data_ptr(), out.data_ptr(),
+                )  # fmt: skip
+            else:
+                y = scratch.view(torch.bfloat16)[layout.y // 2 :]
+                other = y if args.shared_output is None else args.shared_output
+                pointers = (y, *self._words(scratch, "row"), args.topk_scale, other, out)
+            kernel(grid, stream, (*pointers, key.hidden, stride_out, factor, *fixed))
+
+        return run

@@ -1,0 +1,171 @@
+"""Plans of the fused MoE and the layout of its scratch, in pure Python: integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_TOP_K = 128
+MAX_EXPERTS = 4096  # a histogram of this many bins is what one program of the index build holds
+FUSED_PAIRS = 1024  # up to here one launch builds the index: each program counts every pair itself
+SCRATCH_LIMIT = (
+    1 << 29
+)  # bytes: longer inputs run in chunks of tokens, so that scratch does not grow without end
+MIN_CHUNK_TOKENS = 1024
+ALIGN = 256
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two >= n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Key:
+    """What decides the plan: static shapes and the device, never what a tensor holds."""
+
+    num_tokens: int
+    top_k: int
+    num_experts: int  # of this rank
+    experts_total: int  # over which the pairs spread: all ranks'
+    hidden: int
+    inter: int
+    block_scales: bool
+    bf16_mul: bool
+    sms: int
+    sm90: bool
+    hardware_fp8: bool  # the GPU converts fp32 to e4m3
+
+    @property
+    def pairs(self) -> int:
+        """(token, expert) pairs."""
+        return self.num_tokens * self.top_k
+
+    @property
+    def groups(self) -> int:
+        """128-column groups of the intermediate activations."""
+        return ceil_div(self.inter, 128)
+
+    @property
+    def rows_per_expert(self) -> float:
+        """Mean number of rows of an expert when routing is uniform."""
+        return self.pairs / max(1, self.experts_total)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call runs.
+
+    `tile`: rows of a tile, the token side of the matrix products. `chunk`: pairs that one program of the index build
+    places. `fused_index`: one launch builds the index.
+    """
+
+    backend: str  # "sm90" or "portable"
+    tile: int
+    chunk: int
+    fused_index: bool
+
+
+def is_legal(plan: Plan, key: Key) -> str | None:
+    """Why `plan` cannot run `key`, or None."""
+    if plan.backend not in ("sm90", "portable"):
+        return f"unknown backend {plan.backend!r}"
+    if plan.tile not in (8, 16, 32, 64, 128) or (plan.backend == "portable" and plan.tile < 16):
+        return f"tile {plan.tile}"
+    if plan.chunk < 16 or plan.chunk & (plan.chunk - 1):
+        return f"chunk {plan.chunk} is no power of two >= 16"
+    if plan.fused_index and key.pairs > FUSED_PAIRS:
+        return f"one launch counts at most {FUSED_PAIRS} pairs"
+    return None
+
+
+def choose(key: Key) -> Plan:
+    """The analytic choice."""
+    fused = key.pairs <= FUSED_PAIRS
+    # the pairwise comparison inside a chunk is quadratic; more than 128 pairs a chunk pay off only with many chunks
+    chunk = max(16, min(power_of_two(key.pairs), 128 if key.pairs <= 8192 else 256))
+    rows = key.rows_per_expert
+    # matrix instructions of the portable kernels take 16 rows at least; a taller tile would mostly multiply zeros
+    tile = 16 if rows <= 12 else 32 if rows <= 24 else 64
+    return Plan("portable", tile, chunk, fused)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Byte offsets of one call's scratch; every field begins on a multiple of ALIGN."""
+
+    counts: int
+    totals: int
+    expert: int
+    start: int
+    rows: int
+    num_tiles: int
+    pair: int
+    row: int
+    counters: int
+    num_counters: int
+    act: int
+    act_stride: int
+    act_scale: int
+    parts: int
+    y: int
+    size: int
+    num_chunks: int
+    max_tiles: int
+
+
+def expert_bins(key: Key) -> int:
+    """Bins of the index build's histogram."""
+    return max(16, power_of_two(key.num_experts))
+
+
+def scratch(key: Key, plan: Plan) -> Scratch:
+    """Where everything lies, and how much it takes."""
+    pairs, bins = key.pairs, expert_bins(key)
+    chunks = ceil_div(pairs, plan.chunk)
+    # a tile is full or the last of its expert
+    max_tiles = min(pairs, key.num_experts + pairs // plan.tile)
+    act_stride = ceil_div(key.inter, 16) * 16
+    num_counters = 0
+    parts = 0
+    sizes = {
+        "counts": 0 if plan.fused_index else 4 * chunks * bins,
+        "totals": 4 * bins,
+        "expert": 4 * max_tiles,
+        "start": 4 * max_tiles,
+        "rows": 4 * max_tiles,
+        "num_tiles": 4,
+        "pair": 4 * pairs,
+        "row": 4 * pairs,
+        "counters": 4 * num_counters,
+        "act": pairs * act_stride,
+        "act_scale": 4 * pairs * key.groups if key.block_scales else 0,
+        "parts": parts,
+        "y": 2 * pairs * key.hidden,
+    }
+    offsets, at = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = at
+        at += ceil_div(size, ALIGN) * ALIGN
+    return Scratch(
+        **offsets,
+        num_counters=num_counters,
+        act_stride=act_stride,
+        size=at,
+        num_chunks=chunks,
+        max_tiles=max_tiles,
+    )
+
+
+def chunk_tokens(num_tokens: int, top_k: int, hidden: int, inter: int) -> int:
+    """Tokens of one pass: all of them, or as many as SCRATCH_LIMIT holds."""
+    per_token = top_k * (2 * hidden + inter + inter // 32 + 16)
+    limit = max(MIN_CHUNK_TOKENS, SCRATCH_LIMIT // per_token // 128 * 128)
+    if num_tokens <= limit:
+        return num_tokens
+    passes = ceil_div(num_tokens, limit)
+    return ceil_div(ceil_div(num_tokens, passes), 128) * 128

@@ -1,0 +1,158 @@
+"""Index build of the fused MoE, and the weighted sum at its end. Triton; these run on any GPU and interpreted.
+
+Pairs p = token * top_k + k are counted into contiguous row ranges, one a local expert, in pair order: a row's place is
+
+    row(p) = rows of smaller experts + pairs q < p of the same expert
+
+No atomics: each program counts what it needs, so the same ids give the same rows. A range is cut into tiles of at most
+TILE rows; the tile list (expert, first row, rows) is what the GEMMs walk, so empty experts cost nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from hpc.common.triton_helpers import pdl_launch, pdl_wait, to_bf16
+
+
+@triton.jit
+def _local_ids(ids_ptr, weight_ptr, p, num_pairs, first_expert, num_experts, DROP_ZERO: tl.constexpr):
+    """(local expert or 0, whether pair p is ours). With DROP_ZERO, pairs of weight 0 count as nobody's."""
+    live = p < num_pairs
+    local = tl.load(ids_ptr + p, mask=live, other=-1) - first_expert
+    ours = live & (local >= 0) & (local < num_experts)
+    if DROP_ZERO:
+        ours = ours & (tl.load(weight_ptr + p, mask=ours, other=0.0) != 0.0)
+    return tl.where(ours, local, 0), ours
+
+
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_experts", "first_expert"],
+    do_not_specialize_on_alignment=["ids_ptr", "weight_ptr"],
+)
+def _moe_count_kernel(
+    ids_ptr, weight_ptr, count_ptr, num_pairs, num_experts, first_expert,
+    EP: tl.constexpr, CHUNK: tl.constexpr, DROP_ZERO: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (chunks): count_ptr[chunk, :] = pairs of this chunk an expert."""
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    chunk = tl.program_id(0)
+    p = chunk * CHUNK + tl.arange(0, CHUNK)
+    local, ours = _local_ids(ids_ptr, weight_ptr, p, num_pairs, first_expert, num_experts, DROP_ZERO)
+    tl.store(count_ptr + chunk * EP + tl.arange(0, EP), tl.histogram(local, EP, mask=ours))
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _moe_scan_kernel(
+    count_ptr,
+    total_ptr,
+    num_chunks,
+    EP: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (EP / COLS): counts of each chunk become the counts of all chunks before it; total_ptr[e] their sum."""
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    e = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    running = tl.zeros([COLS], tl.int32)
+    for first in range(0, num_chunks, ROWS):
+        chunk = first + tl.arange(0, ROWS)
+        at = count_ptr + chunk[:, None] * EP + e[None, :]
+        live = (chunk < num_chunks)[:, None]
+        counts = tl.load(at, mask=live, other=0)
+        tl.store(at, running[None, :] + tl.cumsum(counts, 0) - counts, mask=live)
+        running += tl.sum(counts, 0)
+    tl.store(total_ptr + e, running)
+
+
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_experts", "first_expert", "num_counters"],
+    do_not_specialize_on_alignment=["ids_ptr", "weight_ptr"],
+)
+def _moe_place_kernel(
+    ids_ptr, weight_ptr, before_ptr, total_ptr, expert_ptr, start_ptr, rows_ptr, num_tiles_ptr, pair_ptr, row_ptr,
+    counter_ptr, num_pairs, num_experts, first_expert, num_counters,
+    EP: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, FUSED: tl.constexpr,
+    DROP_ZERO: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (chunks): rows of this chunk's pairs and the tiles that begin with one of them.
+
+    FUSED: one launch for at most PAIRS pairs, each program counts all of them itself. Otherwise before_ptr
+    [chunks, EP] and total_ptr [EP] come from the two kernels above; FUSED writes total_ptr. Writes pair_ptr
+    [row] = pair, row_ptr[pair] = row or -1, tiles (expert_ptr, start_ptr, rows_ptr), their number, and zeros to the
+    arrival counters of the GEMM that follows.
+    """
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    chunk = tl.program_id(0)
+    c = tl.arange(0, CHUNK)
+    e = tl.arange(0, EP)
+    p = chunk * CHUNK + c
+    local, ours = _local_ids(ids_ptr, weight_ptr, p, num_pairs, first_expert, num_experts, DROP_ZERO)
+    earlier = (local[None, :] == local[:, None]) & ours[None, :] & (c[None, :] < c[:, None])
+    rank = tl.sum(earlier.to(tl.int32), 1)
+    if FUSED:
+        every = tl.arange(0, PAIRS)
+        all_local, all_ours = _local_ids(
+            ids_ptr, weight_ptr, every, num_pairs, first_expert, num_experts, DROP_ZERO
+        )
+        total = tl.histogram(all_local, EP, mask=all_ours)
+        if PAIRS > CHUNK:
+            before = tl.histogram(all_local, EP, mask=all_ours & (every < chunk * CHUNK))
+            rank += tl.gather(before, local, 0)
+        if chunk == 0:
+            tl.store(total_ptr + e, total)
+    else:
+        total = tl.load(total_ptr + e)
+        rank += tl.load(before_ptr + chunk * EP + local)
+    tiles = (total + TILE - 1) // TILE
+    first_row = tl.cumsum(total, 0) - total
+    first_tile = tl.cumsum(tiles, 0) - tiles
+    row = tl.gather(first_row, local, 0) + rank
+    tile = tl.gather(first_tile, local, 0) + rank // TILE
+    count = tl.gather(total, local, 0)
+    tl.store(row_ptr + p, tl.where(ours, row, -1), mask=p < num_pairs)
+    tl.store(pair_ptr + row, p, mask=ours)
+    head = ours & (rank % TILE == 0)
+    tl.store(expert_ptr + tile, local, mask=head)
+    tl.store(start_ptr + tile, row, mask=head)
+    tl.store(rows_ptr + tile, tl.minimum(count - rank, TILE), mask=head)
+    if chunk == 0:
+        tl.store(num_tiles_ptr, tl.sum(tiles, 0))
+    for first in range(chunk * CHUNK, num_counters, tl.num_programs(0) * CHUNK):
+        tl.store(counter_ptr + first + c, tl.zeros([CHUNK], tl.int32), mask=first + c < num_counters)
+
+
+@triton.jit(do_not_specialize=["factor"], do_not_specialize_on_alignment=["weight_ptr"])
+def _moe_reduce_kernel(
+    y_ptr, row_ptr, weight_ptr, shared_ptr, out_ptr, H, stride_out, factor,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, BY_ROW: tl.constexpr, SHARED: tl.constexpr, UNROLL: tl.constexpr,
+    PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, ceil(H / BLOCK)): out[t] = factor * sum_k weight[t, k] * y[pair or row] + shared[t].
+
+    Summed in fp32 in the order of k, rounded once. Pairs without a row (row_ptr < 0) contribute nothing, whatever
+    their weight. BY_ROW: y is indexed by the pair's row, else by the pair itself.
+    """
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = h < H
+    acc = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, TOP_K, UNROLL):
+        for j in tl.static_range(UNROLL):
+            k = first + j
+            pair = t * TOP_K + k
+            row = tl.load(row_ptr + pair, mask=k < TOP_K, other=-1)
+            ours = row >= 0
+            weight = tl.load(weight_ptr + pair, mask=ours, other=0.0)
+            at = tl.where(ours, row.to(tl.int64), 0) if BY_ROW else pair
+            value = tl.load(y_ptr + at * H + h, mask=live & ours, other=0.0).to(tl.float32)
+            acc += weight * value
+    acc = acc * factor
+    if SHARED:
+        acc += tl.load(shared_ptr + t * H + h, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * stride_out + h, to_bf16(acc, INTERPRET), mask=live)

@@ -1,0 +1,178 @@
+"""Checks of a fused MoE call. Metadata only; a signature that passed once is not checked again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hpc.common import arch, checks
+from hpc.common.errors import fail
+from hpc.moe import plan
+
+FP8 = torch.float8_e4m3fn
+HIDDEN_MULTIPLE, INTER_MULTIPLE = 64, 16
+PAD_REMEDY = "Pad the weights with zeros, or split experts over ranks instead of their columns."
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The tensors of one call, by role. Block scales: `x_scale` given, `act_scale` None; else the other way round."""
+
+    x: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scale: torch.Tensor
+    w2_scale: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_scale: torch.Tensor
+    x_scale: torch.Tensor | None
+    act_scale: torch.Tensor | None
+    shared_output: torch.Tensor | None
+    output: torch.Tensor | None
+
+
+# The names under which the public functions take the roles, for error texts.
+PER_TENSOR_NAMES = {"w13_scale": "gate_up_scale", "w2_scale": "down_scale"}
+BLOCK_NAMES = {"w13_scale": "gate_up_weight_scale", "w2_scale": "down_weight_scale"}
+
+
+def call(function: str, args: Arguments, rank_ep: int, num_expert_total: int, use_bf16_mul: bool) -> plan.Key:
+    """Check every argument; the key that decides the plan."""
+    block = args.act_scale is None
+    names = BLOCK_NAMES if block else PER_TENSOR_NAMES
+    checks.dtype(function, "x", args.x, FP8, "Quantise the activations to e4m3 first.")
+    checks.ndim(function, "x", args.x, 2)
+    checks.contiguous(function, "x", args.x)
+    checks.dtype(function, "gate_up_weight", args.w13, FP8)
+    checks.dtype(function, "down_weight", args.w2, FP8)
+    checks.ndim(function, "gate_up_weight", args.w13, 3)
+    num_tokens, hidden = args.x.shape
+    experts, inter = args.w13.shape[0], args.w13.shape[1] // 2
+    _sizes(function, experts, args.w13.shape[1], hidden, inter)
+    checks.shape(
+        function, "gate_up_weight", args.w13, (experts, 2 * inter, hidden), "It is [E, 2 I, H], H that of x."
+    )
+    checks.shape(function, "down_weight", args.w2, (experts, hidden, inter), "It is [E, H, I].")
+    _routing(function, args, num_tokens)
+    if block:
+        _block_scales(function, args, names, experts, hidden, inter, num_tokens)
+    else:
+        for role in ("w13_scale", "w2_scale"):
+            _float32(function, names[role], getattr(args, role), (experts,))
+        assert args.act_scale is not None
+        checks.dtype(function, "act_and_mul_scale", args.act_scale, torch.float32)
+        if args.act_scale.numel() != 1:
+            fail(
+                function,
+                "act_and_mul_scale",
+                expected="one float32 value",
+                got=f"{args.act_scale.numel()} values",
+            )
+    for name in ("shared_output", "output"):
+        tensor = getattr(args, name)
+        if tensor is not None:
+            checks.dtype(function, name, tensor, torch.bfloat16)
+            checks.shape(function, name, tensor, (num_tokens, hidden))
+    if args.shared_output is not None:
+        checks.contiguous(function, "shared_output", args.shared_output)
+    if args.output is not None:
+        checks.inner_contiguous(function, "output", args.output)
+    _devices(function, args, names)
+    checks.int_range(function, "rank_ep", rank_ep, 0, 2**31 // experts - 1)
+    total = checks.int_range(function, "num_expert_total", num_expert_total, 0)
+    if not isinstance(use_bf16_mul, bool):
+        fail(function, "use_bf16_mul", expected="a bool", got=repr(use_bf16_mul))
+    capability = arch.capability(args.x.device)
+    if args.x.is_cuda:
+        arch.require_gpu(function, args.x.device)
+    return plan.Key(
+        num_tokens=num_tokens, top_k=args.topk_ids.shape[1], num_experts=experts,
+        experts_total=max(total, 1) if total else experts, hidden=hidden, inter=inter, block_scales=block,
+        bf16_mul=use_bf16_mul and not block, sms=arch.sm_count(args.x.device), sm90=capability[0] == 9,
+        hardware_fp8=capability >= (8, 9),
+    )  # fmt: skip
+
+
+def _sizes(function: str, experts: int, rows: int, hidden: int, inter: int) -> None:
+    limits = f"1 to {plan.MAX_EXPERTS} experts a rank"
+    if not 1 <= experts <= plan.MAX_EXPERTS:
+        fail(function, "gate_up_weight", expected=limits, got=experts)
+    if rows % 2 or inter % INTER_MULTIPLE or inter == 0:
+        fail(
+            function, "gate_up_weight", expected=f"2 I rows with I a multiple of {INTER_MULTIPLE}", got=f"{rows} rows",
+            remedy=PAD_REMEDY,
+        )  # fmt: skip
+    if hidden % HIDDEN_MULTIPLE or hidden == 0:
+        fail(
+            function,
+            "x",
+            expected=f"H a multiple of {HIDDEN_MULTIPLE}",
+            got=f"H = {hidden}",
+            remedy=PAD_REMEDY,
+        )
+
+
+def _routing(function: str, args: Arguments, num_tokens: int) -> None:
+    checks.dtype(function, "topk_ids", args.topk_ids, torch.int32, "Convert with .to(torch.int32).")
+    checks.shape(function, "topk_ids", args.topk_ids, (num_tokens, "K"))
+    checks.contiguous(function, "topk_ids", args.topk_ids)
+    top_k = args.topk_ids.shape[1]
+    if not 1 <= top_k <= plan.MAX_TOP_K:
+        fail(function, "topk_ids", expected=f"1 to {plan.MAX_TOP_K} experts a token", got=top_k)
+    _float32(function, "topk_scale", args.topk_scale, (num_tokens, top_k))
+
+
+def _float32(function: str, name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
+    checks.dtype(function, name, tensor, torch.float32, "Convert with .float().")
+    checks.shape(function, name, tensor, shape)
+    checks.contiguous(function, name, tensor)
+
+
+def _block_scales(
+    function: str,
+    args: Arguments,
+    names: dict[str, str],
+    experts: int,
+    hidden: int,
+    inter: int,
+    num_tokens: int,
+) -> None:
+    assert args.x_scale is not None
+    columns = plan.ceil_div(hidden, 128)
+    _float32(function, "x_scale", args.x_scale, (num_tokens, columns))
+    wanted = {
+        "w13_scale": (plan.ceil_div(2 * inter, 128), columns),
+        "w2_scale": (columns, plan.ceil_div(inter, 128)),
+    }
+    for role, (rows, cols) in wanted.items():
+        tensor = getattr(args, role)
+        _float32(function, names[role], tensor, (experts, rows, "columns"))
+        if not cols <= tensor.shape[2] <= 4 * plan.ceil_div(cols, 4):
+            fail(
+                function, names[role], expected=f"{cols} columns, or {4 * plan.ceil_div(cols, 4)} with padding",
+                got=tensor.shape[2], remedy="One scale for each 128x128 block, columns padded to a multiple of 4.",
+            )  # fmt: skip
+
+
+def _devices(function: str, args: Arguments, names: dict[str, str]) -> None:
+    named = {
+        "gate_up_weight": args.w13, "down_weight": args.w2, names["w13_scale"]: args.w13_scale,
+        names["w2_scale"]: args.w2_scale, "topk_ids": args.topk_ids, "topk_scale": args.topk_scale,
+        "x_scale": args.x_scale, "act_and_mul_scale": args.act_scale, "shared_output": args.shared_output,
+        "output": args.output,
+    }  # fmt: skip
+    for name, tensor in named.items():
+        if tensor is not None:
+            checks.same_device(function, name, tensor, args.x.device)
+    for name, weight in (("gate_up_weight", args.w13), ("down_weight", args.w2)):
+        checks.contiguous(function, name, weight)
+        if weight.data_ptr() % 16:
+            fail(
+                function,
+                name,
+                expected="a 16-byte aligned tensor",
+                got=f"address {weight.data_ptr():#x}",
+            )
+    if args.x.data_ptr() % 16:
+        fail(function, "x", expected="a 16-byte aligned tensor", got=f"address {args.x.data_ptr():#x}")

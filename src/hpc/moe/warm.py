@@ -1,0 +1,93 @@
+"""Warm-up of the fused MoE: the kernels that the usual models reach, compiled in parallel, then loaded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+
+import torch
+
+from hpc.common import env
+from hpc.common.offline import compiling_for
+from hpc.common.operator import Progress
+from hpc.moe import case_lists, cases, launch, plan, validate
+from hpc.moe.case_lists import MoeCase
+from hpc.moe.validate import Arguments
+
+TARGET_SMS = 132  # a count as good as any: it sets grids, which no kernel is compiled for
+
+
+def shapes() -> list[tuple[str, MoeCase]]:
+    """Every measured shape at every number of tokens."""
+    return [(case.name, case.params) for case in case_lists.target_cases()]
+
+
+def warmup(device: torch.device | str, progress: Progress | None) -> int:
+    """Compile every shape for a CUDA device or a named target (`sm90`); on a device also run each once.
+
+    Compilation fills Triton's cache from `HPC_WARMUP_JOBS` processes. Returns how many calls are ready.
+    """
+    todo = shapes()
+    target = device if isinstance(device, str) else "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    # a fresh interpreter each: CUDA does not survive a fork, and the parent may have launched already
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(env.warmup_jobs(), context, _compiling_worker) as pool:
+        jobs = {pool.submit(compile_shape, params, target): name for name, params in todo}
+        for done, job in enumerate(as_completed(jobs), start=1):
+            job.result()
+            if progress is not None:
+                progress(jobs[job], done, len(todo))
+    if isinstance(device, torch.device):
+        for _, params in todo:
+            cases.run(cases.make_inputs(params, device, seed=0))
+    return len(todo)
+
+
+def _compiling_worker() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: the interpreter compiles nothing
+    torch.set_num_threads(1)
+
+
+def meta_arguments(params: MoeCase) -> Arguments:
+    """The tensors of a call, of the right shapes and without memory behind the weights."""
+    tokens, experts, hidden, inter = params.tokens, params.experts, params.hidden, params.inter
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        # one element seen as many: a launch that runs nothing reads nothing
+        return torch.empty(1, dtype=dtype).expand(shape)
+
+    def packed(*shape: int) -> torch.Tensor:
+        return torch.empty_strided(
+            shape, torch.empty(shape, device="meta").stride(), dtype=torch.float8_e4m3fn
+        )
+
+    blocks = plan.ceil_div
+    if params.block:
+        s13 = empty(experts, blocks(2 * inter, 128), 4 * blocks(hidden, 512)).contiguous()
+        s2 = empty(experts, blocks(hidden, 128), 4 * blocks(inter, 512)).contiguous()
+        x_scale, act = empty(tokens, blocks(hidden, 128)).contiguous(), None
+    else:
+        s13, s2, x_scale, act = empty(experts).contiguous(), empty(experts).contiguous(), None, torch.ones(1)
+    return Arguments(
+        packed(tokens, hidden), packed(experts, 2 * inter, hidden), packed(experts, hidden, inter), s13, s2,
+        torch.zeros(tokens, params.top_k, dtype=torch.int32), torch.zeros(tokens, params.top_k), x_scale, act, None,
+        None,
+    )  # fmt: skip
+
+
+def compile_shape(params: MoeCase, target: str) -> None:
+    """Compile the launches of one call for `target`, with CPU tensors in the place of the device's."""
+    args = meta_arguments(params)
+    key = validate.call("warmup", args, 0, params.experts, params.bf16_mul)
+    key = replace(
+        key, sm90=target.startswith("sm90"), hardware_fp8=int(target[2:].rstrip("a")) >= 89, sms=TARGET_SMS
+    )
+    scales = tuple(
+        (s.shape[1], s.shape[2]) if s.dim() == 3 else (1, 1) for s in (args.w13_scale, args.w2_scale)
+    )
+    call = launch.Call(key, plan.choose(key), 0, 0, False, key.hidden, scales)
+    out = torch.empty(args.x.shape, dtype=torch.bfloat16)
+    with compiling_for(target):
+        call.launch(0, args, 1.0, out, torch.empty(call.layout.size, dtype=torch.uint8))

@@ -1,0 +1,40 @@
+"""The Triton kernels, interpreted on the CPU, against the float64 reference on tiny cases.
+
+Scratch and outputs are NaN before each run: whatever is read without having been written, or left unwritten, shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_support import interpret, key_of
+
+from hpc.moe import case_lists, cases, plan
+from hpc.moe.case_lists import MoeCase
+from hpc.testing import measure
+
+pytestmark = pytest.mark.interpret
+
+CASES = {case.name: case.params for case in case_lists.interpret_cases()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = cases.make_inputs(CASES[name], "cpu", seed=3)
+    out, _, _ = interpret(monkeypatch, inputs)
+    accuracy, limits = measure(out, cases.reference(inputs)), cases.tolerance(inputs.params)
+    assert accuracy.within(limits), f"{accuracy}, limits {limits}"
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize(("tile", "fused"), [(16, False), (32, True), (32, False)])
+def test_every_plan(block: bool, tile: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting in one launch and in three, tiles of other heights: the same result, bit for bit."""
+    inputs = cases.make_inputs(MoeCase(40, 3, 128, 80, top_k=2, block=block, routing="zipf"), "cpu", seed=1)
+    usual, _, _ = interpret(monkeypatch, inputs)
+    chosen = replace(plan.choose(key_of(inputs)), tile=tile, fused_index=fused, chunk=16)
+    assert plan.is_legal(chosen, key_of(inputs)) is None
+    out, _, _ = interpret(monkeypatch, inputs, chosen)
+    assert torch.equal(out.view(torch.int16), usual.view(torch.int16))
