@@ -122,9 +122,7 @@ def launch_call(fields: dict[str, Any]) -> None:
         lse,
         scratch,
     )
-    call._attend(0, tensors, key.head_dim**-0.5, 30.0)
-    if call._merge is not None:
-        call._merge(0, tensors)
+    call.launch(0, tensors, call.default_scale, 30.0)
 
 
 def launch_assign() -> None:

@@ -3,6 +3,11 @@
 The first call of a `Kernel` goes through Triton's JIT and keeps the compiled kernel; later calls hand the arguments
 straight to its launcher (3-4 us instead of 10-20 us). A `Kernel` therefore belongs to one device and one set of
 compile-time facts: its owner keys it by everything that Triton would specialise on.
+
+Triton 3.6 wraps the compiled launcher in two Python functions: one asks for scratch that our kernels do not have, one
+walks over all arguments for tensor descriptors and encodes each anew (5 us for 35 arguments and two descriptors).
+Where the launcher is built that way, later calls go to the compiled one (`_native`), and `descriptor` encodes an
+address once. Any other Triton gets the arguments through its own wrappers.
 """
 
 from __future__ import annotations
@@ -13,18 +18,24 @@ import torch
 
 from hpc.common.env import ensure_cache_dir
 
+_MAX_DESCRIPTORS = 1024  # of a kernel: two a layer
+
 
 class Kernel:
     """One compiled kernel on one device."""
 
-    __slots__ = ("_args", "_fn", "_name", "_options", "_run")
+    __slots__ = ("_args", "_descriptors", "_encode", "_fn", "_name", "_options", "_run")
 
     def __init__(self, fn: Any, name: str, **options: Any) -> None:
         self._fn = fn
         self._name = name
         self._options = options
         self._run: Any = None
-        self._args: tuple[Any, ...] = ()
+        self._args: tuple[
+            Any, ...
+        ] = ()  # what the launcher takes between the stream and the kernel's arguments
+        self._encode: Any = None
+        self._descriptors: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     @property
     def compiled(self) -> bool:
@@ -32,11 +43,32 @@ class Kernel:
         return self._run is not None
 
     def __call__(self, grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
-        """Launch on `stream` (a raw handle) with all arguments of the kernel in order, compile-time ones included."""
+        """Launch on `stream` (a raw handle) with all arguments of the kernel in order, compile-time ones included.
+
+        Once `compiled`, pointers may be addresses, and what `descriptor` returns takes the place of a descriptor.
+        """
         if self._run is None:
             self._first_call(grid, args)
         else:
-            self._run(*grid, stream, *self._args, None, None, None, *args)
+            self._run(*grid, stream, *self._args, *args)
+
+    def descriptor(
+        self, number: int, address: int, base: torch.Tensor, shape: list[int], strides: list[int]
+    ) -> tuple[Any, ...]:
+        """Arguments for the tensor descriptor that is the kernel's descriptor argument `number`, counted from 0.
+
+        Kept by address: for one `number` the shape, the strides and the dtype must be the same in every call.
+        """
+        key = (number, address)
+        found = self._descriptors.get(key)
+        if found is None:
+            described = TmaTensor(base, shape, strides)
+            if self._encode is None:
+                return (described,)
+            if len(self._descriptors) >= _MAX_DESCRIPTORS:
+                self._descriptors.clear()
+            found = self._descriptors[key] = tuple(self._encode(number, described))
+        return found
 
     def _first_call(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -46,8 +78,38 @@ class Kernel:
             )
         ensure_cache_dir()
         compiled = self._fn[grid](*args, **self._options)
-        self._args = (compiled.function, compiled.packed_metadata)
-        self._run = compiled.run
+        self._keep(compiled.run, compiled.function, compiled.packed_metadata)
+
+    def _keep(self, launcher: Any, function: Any, metadata: Any) -> None:
+        """Launch by `launcher` from now on: by its compiled part if that is known."""
+        native, self._encode = _native(launcher)
+        hooks = (None, None, None)  # launch metadata, enter and exit hooks
+        if native is None:
+            self._run, self._args = launcher, (function, metadata, *hooks)
+        else:
+            flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+            scratch = (None, None)  # global and profile
+            self._run, self._args = native, (function, *flags, *scratch, metadata, *hooks)
+
+
+def _native(launcher: Any) -> tuple[Any, Any]:
+    """(compiled launcher, encoder of descriptors or None) of Triton 3.6; (None, None) where it is built another way."""
+    call = getattr(type(launcher).__call__, "__code__", None)
+    launch = getattr(launcher, "launch", None)
+    asked = ("self", "gridX", "gridY", "gridZ", "stream", "function", "args")
+    if call is None or call.co_varnames[: len(asked)] != asked or call.co_argcount != len(asked) - 1:
+        return None, None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None, None
+    names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
+    if "launcher" not in names:
+        return launch, None
+    cells = {name: cell.cell_contents for name, cell in zip(names, launch.__closure__ or (), strict=True)}
+    make = launch.__globals__.get("make_tensordesc_arg")
+    metas = cells.get("tensordesc_meta")
+    if make is None or not metas or None in metas:
+        return None, None
+    return cells["launcher"], lambda number, described: make(described, metas[number])
 
 
 class TmaTensor:
@@ -65,4 +127,11 @@ class TmaTensor:
 
 def raw_stream(device_index: int) -> int:
     """Handle of the current stream of a device."""
-    return int(torch._C._cuda_getCurrentRawStream(device_index))
+    stream: int = torch._C._cuda_getCurrentRawStream(device_index)
+    return stream
+
+
+def current_device() -> int:
+    """Index of the current CUDA device, where CUDA is known to be up: `torch.cuda.current_device` asks first."""
+    index: int = torch._C._cuda_getDevice()
+    return index

@@ -266,8 +266,34 @@ def test_mtp_that_does_not_fit_the_queries(kind: str, mtp: int) -> None:
 def test_options(kind: str) -> None:
     for window in (0, -1, 1.5):
         refused(kind, "window", InvalidArgument, "an integer in [1,", str(window), window=window)
-    for cap in (0, -3.0, "5", float("nan")):
+    for cap in (0, -3.0, "5", float("nan"), float("inf"), True):
         refused(kind, "logit_cap", InvalidArgument, "a positive number", str(cap), logit_cap=cap)
+    for scale in ("1", True, float("nan"), float("inf"), [0.1]):
+        refused(kind, "softmax_scale", InvalidArgument, "a finite number", str(scale), softmax_scale=scale)
+
+
+@both
+@pytest.mark.parametrize("name", ["softmax_scale", "logit_cap"])
+def test_numbers_are_not_read_from_tensors(kind: str, name: str) -> None:
+    """A meta tensor has no value: reading it would raise something else. On a GPU it would wait."""
+    refused(kind, name, InvalidArgument, "number", "a Tensor", **{name: torch.ones((), device="meta")})
+
+
+@both
+@pytest.mark.parametrize("name", ["new_kv_included", "splitk", "return_lse", "batch_invariant"])
+def test_flags_are_not_read_from_tensors(kind: str, name: str) -> None:
+    flag = torch.ones((), dtype=torch.bool, device="meta")
+    refused(kind, name, InvalidArgument, "True or False", "a tensor", **{name: flag})
+
+
+@both
+def test_an_output_whose_rows_overlap(kind: str) -> None:
+    row = zeros(1, 1, D)
+    wrong = (row.expand(B, HQ, D), zeros(B * HQ * D).as_strided((B, HQ, D), (D, D, 1)))
+    for output in wrong:
+        refused(
+            kind, "output", InvalidArgument, "rows that do not overlap", str(output.stride()), output=output
+        )
 
 
 @pytest.mark.parametrize("quant", [2, 3, -1, None, hpc.QuantType(2), hpc.QuantType(3)])
@@ -413,7 +439,8 @@ def test_task_maps_of_the_wrong_kind(kind: str) -> None:
     refused(kind, "task_map", UnsupportedDevice, "device cpu", "meta", task_map=workspace().to("meta"))
     refused(kind, "task_map", InvalidDtype, "Tensor", "int", task_map=3)
     whole = torch.zeros(workspace().numel() + 16, dtype=torch.int8)
-    refused(kind, "task_map", Exception, "16-byte aligned", "", task_map=whole[4:])
+    refused(kind, "task_map", InvalidArgument, "16-byte aligned", "4 bytes past", task_map=whole[4:])
+    refused(kind, "task_map", InvalidArgument, "1 dimensions", "2", task_map=workspace().view(2, -1))
 
 
 # --- assign, workspace, scratch size, print -------------------------------------------------------------------
@@ -497,24 +524,74 @@ def test_workspace_sizes(name: str, value: Any) -> None:
     says(caught.value, "get_attention_decode_task_workspace", name, "an integer >= 1", str(value))
 
 
-def test_scratch_sizes() -> None:
-    name = "get_attention_decode_scratch_size"
-    sizes = {"num_batch": 1, "num_head_q": 8, "num_head_kv": 1}
-    for argument in sizes:
-        with pytest.raises(InvalidArgument) as caught:
-            hpc.get_attention_decode_scratch_size(**{**sizes, argument: 0}, device="cpu")
-        says(caught.value, name, argument, ">= 1", "0")
+SCRATCH = {"num_batch": 1, "num_head_q": 8, "num_head_kv": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "blamed", "expected"),
+    [
+        *[({name: 0}, name, ">= 1") for name in (*SCRATCH, "head_dim", "v_head_dim", "page_size")],
+        *[({name: True}, name, ">= 1") for name in ("num_batch", "head_dim")],
+        ({"head_dim": 12}, "head_dim", "a multiple of 8"),
+        ({"head_dim": 576}, "head_dim", "8 to 256"),
+        ({"v_head_dim": 100}, "v_head_dim", "a multiple of 8"),
+        ({"page_size": 48}, "page_size", "a power of two"),
+        ({"page_size": 512}, "page_size", "up to 256"),
+        ({"num_head_q": 7, "num_head_kv": 2}, "num_head_q", "a group of 1 to 64"),
+        ({"num_head_q": 65}, "num_head_q", "a group of 1 to 64"),
+        ({"mtp": 16}, "mtp", "[0, 15]"),
+        ({"quant_type": 3}, "quant_type", "one of 0, 1"),
+        ({"batch_invariant": True}, "batch_invariant", "False with a task map"),
+    ],
+)
+def test_scratch_of_a_call_that_cannot_be(changes: dict[str, Any], blamed: str, expected: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        hpc.get_attention_decode_scratch_size(**sizes, mtp=16, device="cpu")
-    says(caught.value, name, "mtp", "[0, 15]", "16")
-    with pytest.raises(InvalidArgument):
-        hpc.get_attention_decode_scratch_size(**sizes, quant_type=3, device="cpu")
+        hpc.get_attention_decode_scratch_size(**{**SCRATCH, **changes}, device="cpu")
+    says(caught.value, "get_attention_decode_scratch_size", blamed, expected, "")
 
 
-def test_print_needs_a_map() -> None:
-    with pytest.raises(InvalidDtype) as caught:
-        hpc.print_attention_decode_task(torch.zeros(4))
-    says(caught.value, "print_attention_decode_task", "task_map", "int8 or int32", "float32")
+def test_scratch_sizes_of_calls_that_can_be() -> None:
+    size = hpc.get_attention_decode_scratch_size
+    dynamic = [size(batch, 8, 1, device="cpu") for batch in (1, 64, 4000)]
+    assert dynamic[0] > 0 and len(set(dynamic)) == 1, "whatever the batch"
+    assert size(**SCRATCH, v_head_dim=64, device="cpu") < dynamic[0]
+    assert size(**SCRATCH, batch_invariant=True, dynamic=False, device="cpu") > 0
+    assert size(**SCRATCH, quant_type=None, device="cpu") > 0
+
+
+@pytest.mark.parametrize(
+    ("task_map", "error", "expected", "got"),
+    [
+        (None, InvalidDtype, "torch.Tensor", "NoneType"),
+        (torch.zeros(4), InvalidDtype, "int8 or int32", "float32"),
+        (torch.zeros(128, dtype=torch.int8)[::2], InvalidArgument, "contiguous", "(2,)"),
+        (torch.zeros(4, 64, dtype=torch.int8), InvalidArgument, "1 dimensions", "2"),
+        (torch.zeros(65, dtype=torch.int8), InvalidArgument, "whole, aligned int32 words", "65 bytes"),
+        (torch.zeros(129, dtype=torch.int8)[1:], InvalidArgument, "whole, aligned int32 words", "128 bytes"),
+        (torch.zeros(60, dtype=torch.int8), InvalidArgument, "at least 64 bytes", "60 bytes"),
+        (torch.zeros(0, dtype=I32), InvalidArgument, "at least 64 bytes", "0 bytes"),
+        (torch.full((64,), 1, dtype=I32), InvalidArgument, "132 multiprocessors", "a header of"),
+    ],
+    ids=str,
+)
+def test_print_needs_a_map(task_map: Any, error: type[Exception], expected: str, got: str) -> None:
+    with pytest.raises(error) as caught:
+        hpc.print_attention_decode_task(task_map)
+    says(caught.value, "print_attention_decode_task", "task_map", expected, got)
+
+
+def test_print_of_a_map_cut_short(capsys: pytest.CaptureFixture[str]) -> None:
+    filled = assign()
+    needed = 4 * plan.workspace_words(132, HKV)
+    with pytest.raises(InvalidArgument) as caught:
+        hpc.print_attention_decode_task(filled[:4096])
+    says(caught.value, "print_attention_decode_task", "task_map", f"at least {needed} bytes", "4096 bytes")
+    assert capsys.readouterr().out == ""
+    hpc.print_attention_decode_task(filled)
+    hpc.print_attention_decode_task(filled.view(I32))
+    hpc.print_attention_decode_task(workspace())
+    out = capsys.readouterr().out
+    assert out.count("bins:") == 4 and "not assigned yet" in out
 
 
 # --- what is defined rather than refused ---------------------------------------------------------------------------

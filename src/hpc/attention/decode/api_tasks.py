@@ -7,6 +7,7 @@ import torch
 from hpc.attention.decode import assign, choose, ops, validate
 from hpc.attention.decode.launch import scratch
 from hpc.common import arch, checks
+from hpc.common.errors import fail
 from hpc.common.quant import QuantType
 
 
@@ -110,11 +111,11 @@ def print_attention_decode_task(task_map: torch.Tensor) -> None:
         task_map: int8 or int32 [words], filled by `assign_attention_decode_task`.
 
     Raises:
-        InvalidDtype: not a tensor of those dtypes.
+        InvalidArgument, InvalidDtype: not a task map, or one whose header does not fit its size.
 
     Source: `hpc schedule` draws the same schedule as a picture.
     """
-    checks.dtype("print_attention_decode_task", "task_map", task_map, (torch.int8, torch.int32))
+    validate.filled_map("print_attention_decode_task", task_map)
     print(assign.describe(task_map))
 
 
@@ -149,23 +150,29 @@ def get_attention_decode_scratch_size(
         Bytes.
 
     Raises:
-        InvalidArgument: a size below 1.
+        InvalidArgument: sizes that no call can have.
 
     Source: the partials of Flash-Decoding (2023), bounded by the number of bins.
     """
     name = "get_attention_decode_scratch_size"
+    v_dim = head_dim if v_head_dim is None else v_head_dim
     for argument, value in (
-        ("num_batch", num_batch),
-        ("num_head_q", num_head_q),
-        ("num_head_kv", num_head_kv),
-    ):
+        ("num_batch", num_batch), ("num_head_q", num_head_q), ("num_head_kv", num_head_kv), ("head_dim", head_dim),
+        ("v_head_dim", v_dim), ("page_size", page_size),
+    ):  # fmt: skip
         checks.int_range(name, argument, value, 1)
     checks.int_range(name, "mtp", mtp, 0, validate.MAX_NEW_TOKENS - 1)
+    blamed = ("num_head_q", "head_dim", "v_head_dim", "page_size")
+    validate.sizes(name, num_head_q, num_head_kv, head_dim, v_dim, page_size, blamed)
+    if dynamic and batch_invariant:
+        fail(
+            name, "batch_invariant", expected="False with a task map", got=True, remedy="Pass dynamic=False."
+        )
     where = device if device is not None else ("cuda" if arch.gpu_available() else "cpu")
     hopper = arch.is_hopper(where) or not arch.is_cuda(where)
     key = choose.Key(
         sm90=hopper, sms=arch.sm_count(where), batch=num_batch, q_heads=num_head_q, kv_heads=num_head_kv,
-        head_dim=head_dim, v_dim=v_head_dim or head_dim, page_size=page_size, max_pages=1, num_new_tokens=mtp + 1,
+        head_dim=head_dim, v_dim=v_dim, page_size=page_size, max_pages=1, num_new_tokens=mtp + 1,
         quant_type=-1 if quant_type is None else validate.quant_type(name, quant_type), dynamic=dynamic,
         batch_invariant=batch_invariant,
     )  # fmt: skip

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
 import torch
 
 from hpc.attention.decode import choose, plan
 from hpc.attention.decode.launch import Layout
 from hpc.common import arch, checks
-from hpc.common.errors import InvalidDtype, fail
+from hpc.common.errors import fail
 from hpc.common.quant import QuantType
 
 FP8 = torch.float8_e4m3fn
@@ -21,75 +26,124 @@ def quant_type(function: str, value: QuantType | int) -> int:
     return int(number)
 
 
-def call(
-    function: str,
-    q: torch.Tensor,
-    kcache: torch.Tensor,
-    vcache: torch.Tensor,
-    block_ids: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    quant: int,
-    mtp: int,
-    new_kv_included: bool,
-    splitk: bool,
-    task_map: torch.Tensor | None,
-    split_flag: torch.Tensor | None,
-    output: torch.Tensor | None,
-    window: int | None,
-    logit_cap: float | None,
-    sinks: torch.Tensor | None,
-    return_lse: bool,
-    batch_invariant: bool,
-) -> tuple[choose.Key, Layout]:
+@dataclass(frozen=True)
+class Arguments:
+    """One decode call as `hpc.attention_decode_fp8` got it; BF16 has no scales and quant -1.
+
+    Annotated as they should be: nothing is checked yet.
+    """
+
+    function: str
+    q: torch.Tensor
+    kcache: torch.Tensor
+    vcache: torch.Tensor
+    block_ids: torch.Tensor
+    seq_lens: torch.Tensor
+    scales: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None)
+    quant: int = -1
+    mtp: int = 0
+    new_kv_included: bool = False
+    splitk: bool = True
+    task_map: torch.Tensor | None = None
+    split_flag: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    softmax_scale: float | None = None
+    window: int | None = None
+    logit_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    return_lse: bool = False
+    batch_invariant: bool = False
+    plan: choose.Plan | None = None
+
+    def values(self) -> tuple[Any, ...]:
+        """All fields in their order."""
+        return tuple(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+def plain_numbers(args: Arguments) -> tuple[Any, ...]:
+    """The fields with Python's own ints and floats, or an exception for a value that is none or not allowed."""
+    cap = _number(args, "logit_cap")
+    if cap is not None and cap <= 0:
+        remedy = "Pass None for no cap."
+        fail(args.function, "logit_cap", expected="a positive number", got=args.logit_cap, remedy=remedy)
+    window = args.window
+    if window is not None:
+        window = checks.int_range(args.function, "window", window, 1, 2**30, "Pass None for no window.")
+    remedy = "mtp counts draft tokens beyond the first."
+    mtp = checks.int_range(args.function, "mtp", args.mtp, 0, MAX_NEW_TOKENS - 1, remedy)
+    scale = _number(args, "softmax_scale")
+    return replace(args, mtp=mtp, window=window, logit_cap=cap, softmax_scale=scale).values()
+
+
+def _number(args: Arguments, name: str) -> float | None:
+    value = getattr(args, name)
+    if value is None:
+        return None
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        expected = "a positive number that is finite" if name == "logit_cap" else "a finite number"
+        got = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+        fail(
+            args.function,
+            name,
+            expected=expected,
+            got=got,
+            remedy="Pass a Python float, or None for the default.",
+        )
+    return float(value)
+
+
+def call(args: Arguments) -> tuple[choose.Key, Layout]:
     """Check every argument; the key that decides the plan, and the strides."""
-    _tensors(function, q, kcache, vcache, block_ids, seq_lens, quant)
-    batch = seq_lens.shape[0]
-    mtp = checks.int_range(
-        function, "mtp", mtp, 0, MAX_NEW_TOKENS - 1, "mtp counts draft tokens beyond the first."
-    )
+    function, q, kcache, vcache = args.function, args.q, args.kcache, args.vcache
+    plain_numbers(args)
+    _flags(args)
+    _tensors(args)
+    batch, s = args.seq_lens.shape[0], args.mtp + 1
     rows, q_heads, head_dim = q.shape
     num_pages, page_size, kv_heads, v_dim = vcache.shape
-    if rows != batch * (mtp + 1):
-        expected = f"{batch * (mtp + 1)} rows, num_seq_kvcache.size(0) * (mtp + 1)"
-        fail(
-            function,
-            "q",
-            expected=expected,
-            got=f"{rows} rows",
-            remedy="Pass mtp = query tokens a request - 1.",
+    if rows != batch * s:
+        expected, remedy = (
+            f"{batch * s} rows, num_seq_kvcache.size(0) * (mtp + 1)",
+            "Pass mtp = query tokens a request - 1.",
         )
-    _heads(function, q_heads, kv_heads, head_dim, v_dim, page_size, num_pages, batch)
-    qscale, kscale = _scales(function, q, vcache, scales, quant)
-    _options(
-        function, q, seq_lens, kv_heads, task_map, split_flag, output, window, logit_cap, sinks, splitk, v_dim
-    )
-    if batch_invariant and task_map is not None:
-        fail(
-            function, "batch_invariant", expected="False with a task map", got=True,
-            remedy="A balanced schedule depends on the batch; pass task_map=None for batch-invariant bits.",
-        )  # fmt: skip
+        fail(function, "q", expected=expected, got=f"{rows} rows", remedy=remedy)
+    sizes(function, q_heads, kv_heads, head_dim, v_dim, page_size)
+    if batch and num_pages == 0:
+        fail(function, "kcache", expected="at least one page", got=0, remedy="Allocate the cache first.")
+    qscale, kscale = _scales(function, q, vcache, args.scales, args.quant)
+    _schedule(args, kv_heads)
+    _optional_tensors(args, v_dim)
     aligned = all(
-        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:3])
+        t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in t.stride()[:3])
         for t in (kcache, vcache)
     )
     key = choose.Key(
         sm90=q.is_cuda and arch.is_hopper(q.device), sms=arch.sm_count(q.device), batch=batch, q_heads=q_heads,
-        kv_heads=kv_heads, head_dim=head_dim, v_dim=v_dim, page_size=page_size, max_pages=block_ids.shape[1],
-        num_new_tokens=mtp + 1, quant_type=quant, window=window is not None, logit_cap=logit_cap is not None,
-        sinks=sinks is not None, return_lse=return_lse, dynamic=task_map is not None,
-        new_kv_included=bool(new_kv_included), splitk=bool(splitk), batch_invariant=bool(batch_invariant), tma=aligned,
+        kv_heads=kv_heads, head_dim=head_dim, v_dim=v_dim, page_size=page_size, max_pages=args.block_ids.shape[1],
+        num_new_tokens=s, quant_type=args.quant, window=args.window is not None, logit_cap=args.logit_cap is not None,
+        sinks=args.sinks is not None, return_lse=bool(args.return_lse), dynamic=args.task_map is not None,
+        new_kv_included=bool(args.new_kv_included), splitk=bool(args.splitk),
+        batch_invariant=bool(args.batch_invariant), tma=aligned,
     )  # fmt: skip
-    out_strides = (q_heads * v_dim, v_dim) if output is None else output.stride()[:2]
+    output, stored = args.output, args.scales[1]
     layout = Layout(
-        q.stride()[:2], kcache.stride()[:3], vcache.stride()[:3], out_strides, block_ids.stride(0), qscale, kscale,
-        0 if quant != 0 or scales[1] is None else scales[1].shape[-1] * scales[1].element_size() // 4, num_pages,
+        q.stride()[:2], kcache.stride()[:3], vcache.stride()[:3],
+        (q_heads * v_dim, v_dim) if output is None else output.stride()[:2], args.block_ids.stride(0), qscale, kscale,
+        0 if args.quant != 0 or stored is None else stored.shape[-1] * stored.element_size() // 4, num_pages,
     )  # fmt: skip
     return key, layout
 
 
-def _tensors(function: str, q: torch.Tensor, kcache: torch.Tensor, vcache: torch.Tensor, block_ids: torch.Tensor,
-             seq_lens: torch.Tensor, quant: int) -> None:  # fmt: skip
+def _flags(args: Arguments) -> None:
+    for name in ("new_kv_included", "splitk", "return_lse", "batch_invariant"):
+        if isinstance(getattr(args, name), torch.Tensor):
+            remedy = "Reading a tensor would wait for the GPU."
+            fail(args.function, name, expected="True or False", got="a tensor", remedy=remedy)
+
+
+def _tensors(args: Arguments) -> None:
+    function, quant, q, kcache, vcache = args.function, args.quant, args.q, args.kcache, args.vcache
+    block_ids, seq_lens = args.block_ids, args.seq_lens
     stored = FP8 if quant >= 0 else torch.bfloat16
     other = "attention_decode_bf16" if quant >= 0 else "attention_decode_fp8"
     for name, tensor in (("q", q), ("kcache", kcache), ("vcache", vcache)):
@@ -128,28 +182,23 @@ def _tensors(function: str, q: torch.Tensor, kcache: torch.Tensor, vcache: torch
         fail(function, "q", expected="even strides", got=q.stride(), remedy="Call .contiguous() on it.")
 
 
-def _heads(function: str, q_heads: int, kv_heads: int, head_dim: int, v_dim: int, page_size: int, num_pages: int,
-           batch: int) -> None:  # fmt: skip
+def sizes(function: str, q_heads: int, kv_heads: int, head_dim: int, v_dim: int, page_size: int,
+          names: tuple[str, str, str, str] = ("q", "q", "vcache", "kcache")) -> None:  # fmt: skip
+    """Head counts, head dims and page sizes that have kernels; `names` are the arguments that an error blames."""
+    heads, key_dim, value_dim, page = names
     if kv_heads < 1 or q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GROUP:
         fail(
-            function, "q", expected=f"num_q_heads = group * num_kv_heads with a group of 1 to {MAX_GROUP}",
+            function, heads, expected=f"num_q_heads = group * num_kv_heads with a group of 1 to {MAX_GROUP}",
             got=f"{q_heads} query heads over {kv_heads} KV heads", remedy="Pad or repeat heads to a whole group.",
         )  # fmt: skip
-    for name, dim in (("q", head_dim), ("vcache", v_dim)):
+    for name, dim in ((key_dim, head_dim), (value_dim, v_dim)):
         if not 8 <= dim <= MAX_HEAD_DIM or dim % 8:
             expected = f"a head dim of 8 to {MAX_HEAD_DIM}, a multiple of 8"
             fail(function, name, expected=expected, got=dim, remedy="Pad the heads with zeros.")
     if page_size < 1 or page_size > MAX_PAGE or page_size & (page_size - 1):
         expected = f"a page size that is a power of two up to {MAX_PAGE}"
-        fail(
-            function,
-            "kcache",
-            expected=expected,
-            got=page_size,
-            remedy="View the cache with another page size.",
-        )
-    if batch and num_pages == 0:
-        fail(function, "kcache", expected="at least one page", got=0, remedy="Allocate the cache first.")
+        remedy = "View the cache with another page size."
+        fail(function, page, expected=expected, got=page_size, remedy=remedy)
 
 
 def _scales(function: str, q: torch.Tensor, vcache: torch.Tensor,
@@ -211,45 +260,56 @@ def _scales(function: str, q: torch.Tensor, vcache: torch.Tensor,
     return (qscale.stride(0), 1), (first, second, third)
 
 
-def _options(function: str, q: torch.Tensor, seq_lens: torch.Tensor, kv_heads: int, task_map: torch.Tensor | None,
-             split_flag: torch.Tensor | None, output: torch.Tensor | None, window: int | None,
-             logit_cap: float | None, sinks: torch.Tensor | None, splitk: bool, v_dim: int) -> None:  # fmt: skip
-    if task_map is not None:
-        workspace(function, task_map, q.device, kv_heads)
-        if not splitk:
+def _schedule(args: Arguments, kv_heads: int) -> None:
+    function, split_flag = args.function, args.split_flag
+    if args.task_map is not None:
+        workspace(function, args.task_map, args.q.device, kv_heads)
+        if not args.splitk:
             remedy = "Pass task_map=None for one chunk a request."
             fail(function, "splitk", expected="True with a task map", got=False, remedy=remedy)
+        if args.batch_invariant:
+            remedy = "A balanced schedule depends on the batch; pass task_map=None for batch-invariant bits."
+            fail(function, "batch_invariant", expected="False with a task map", got=True, remedy=remedy)
     if split_flag is not None:
         checks.dtype(function, "split_flag", split_flag, torch.int32)
-        checks.same_device(function, "split_flag", split_flag, q.device)
-        checks.shape(
-            function,
-            "split_flag",
-            split_flag,
-            (seq_lens.shape[0], kv_heads),
-            "It is neither read nor written.",
-        )
+        checks.same_device(function, "split_flag", split_flag, args.q.device)
+        wanted = (args.seq_lens.shape[0], kv_heads)
+        checks.shape(function, "split_flag", split_flag, wanted, "It is neither read nor written.")
+
+
+def _optional_tensors(args: Arguments, v_dim: int) -> None:
+    function, q, output, sinks = args.function, args.q, args.output, args.sinks
+    rows, q_heads = q.shape[:2]
     if output is not None:
         checks.dtype(function, "output", output, torch.bfloat16)
         checks.same_device(function, "output", output, q.device)
-        checks.shape(function, "output", output, (q.shape[0], q.shape[1], v_dim))
+        checks.shape(function, "output", output, (rows, q_heads, v_dim))
         checks.inner_contiguous(function, "output", output)
-    if window is not None:
-        checks.int_range(function, "window", window, 1, 2**30, "Pass None for no window.")
-    if logit_cap is not None and not (isinstance(logit_cap, (int, float)) and logit_cap > 0):
-        fail(
-            function, "logit_cap", expected="a positive number", got=logit_cap, remedy="Pass None for no cap."
-        )
+        if not _apart(output):
+            remedy = "Pass a tensor that is no expanded or overlapping view."
+            fail(function, "output", expected="rows that do not overlap", got=output.stride(), remedy=remedy)
     if sinks is not None:
         checks.dtype(function, "sinks", sinks, torch.float32, "Convert with .float().")
         checks.same_device(function, "sinks", sinks, q.device)
-        checks.shape(function, "sinks", sinks, (q.shape[1],), "One logit a query head.")
+        checks.shape(function, "sinks", sinks, (q_heads,), "One logit a query head.")
         checks.contiguous(function, "sinks", sinks)
+
+
+def _apart(output: torch.Tensor) -> bool:
+    """Whether no two elements share an address: each dimension steps over all that lies inside it."""
+    inside = 1
+    for stride, size in sorted(zip(output.stride(), output.shape, strict=True)):
+        if size > 1:
+            if stride < inside:
+                return False
+            inside += stride * (size - 1)
+    return True
 
 
 def workspace(function: str, task_map: torch.Tensor, device: torch.device, kv_heads: int) -> None:
     """A task map of enough bytes on `device`."""
     checks.dtype(function, "task_map", task_map, (torch.int8, torch.int32))
+    checks.ndim(function, "task_map", task_map, 1, "Pass the workspace as it was allocated.")
     checks.contiguous(function, "task_map", task_map)
     checks.same_device(function, "task_map", task_map, device)
     needed = 4 * plan.workspace_words(arch.sm_count(device), kv_heads)
@@ -260,6 +320,28 @@ def workspace(function: str, task_map: torch.Tensor, device: torch.device, kv_he
             remedy="Allocate it with hpc.get_attention_decode_task_workspace for this number of heads.",
         )  # fmt: skip
     if task_map.data_ptr() % 16:
-        fail(
-            function, "task_map", expected="a 16-byte aligned tensor", got="an odd address", kind=InvalidDtype
+        got, remedy = (
+            f"an address {task_map.data_ptr() % 16} bytes past one",
+            "Do not slice its first bytes off.",
         )
+        fail(function, "task_map", expected="a 16-byte aligned tensor", got=got, remedy=remedy)
+
+
+def filled_map(function: str, task_map: torch.Tensor) -> None:
+    """A task map whose header, if it was filled, speaks of a schedule that it holds. Reads the header."""
+    checks.dtype(function, "task_map", task_map, (torch.int8, torch.int32))
+    checks.ndim(function, "task_map", task_map, 1, "Pass the workspace as it was allocated.")
+    checks.contiguous(function, "task_map", task_map)
+    given = task_map.numel() * task_map.element_size()
+    remedy = "Pass a workspace of hpc.get_attention_decode_task_workspace."
+    if given < 4 * plan.HEADER_WORDS or given % 4 or task_map.data_ptr() % 4:
+        expected = f"at least {4 * plan.HEADER_WORDS} bytes of whole, aligned int32 words"
+        fail(function, "task_map", expected=expected, got=f"{given} bytes", remedy=remedy)
+    words = task_map.view(torch.int32)[: plan.HEADER_WORDS].tolist()
+    if words[7] != plan.LAYOUT_VERSION:
+        return  # not filled yet
+    kv_heads, sms = words[2], arch.sm_count(task_map.device)
+    if kv_heads < 1 or words[1] != plan.num_bins(sms, kv_heads, plan.NUM_VARIANTS - 1) * kv_heads:
+        expected = f"a schedule for {sms} multiprocessors"
+        fail(function, "task_map", expected=expected, got=f"a header of {words[:8]}", remedy=remedy)
+    workspace(function, task_map, task_map.device, kv_heads)

@@ -70,20 +70,16 @@ def compile_shape(params: DecodeCase, target: str) -> None:
     inputs = cases.make_tensors(params, "cpu", seed=0)
     cache, scales = inputs.cache, (inputs.qscale, inputs.kscale, inputs.vscale)
     task_map = cases.make_task_map(inputs) if params.dynamic else None
-    key, layout = validate.call(
+    arguments = validate.Arguments(
         "warmup", inputs.q, cache.kcache, cache.vcache, cache.block_ids, inputs.seq_lens, scales,
-        params.quant_type if params.dtype == "fp8" else -1, params.num_new_tokens - 1, params.new_kv_included, True,
-        task_map, None, None, params.window, params.logit_cap, inputs.sinks, False, False,
+        params.quant_type if params.dtype == "fp8" else -1, params.num_new_tokens - 1, params.new_kv_included,
+        task_map=task_map, **inputs.options,
     )  # fmt: skip
+    key, layout = validate.call(arguments)
     key = replace(key, sm90=target.startswith("sm90"), sms=TARGET_SMS)
     call = launch.Call(key, choose(key), 0, layout, params.window)
     out = torch.empty((*inputs.q.shape[:2], params.value_dim), dtype=torch.bfloat16)
-    scratch = torch.empty(call.words)
-    tensors = (
-        inputs.q, cache.kcache, cache.vcache, cache.block_ids, inputs.seq_lens,
-        *(scratch if tensor is None else tensor for tensor in (task_map, *scales, inputs.sinks)), out, scratch, scratch,
-    )  # fmt: skip
+    tensors = (inputs.q, cache.kcache, cache.vcache, cache.block_ids, inputs.seq_lens, task_map, *scales, inputs.sinks,
+               out, None, torch.empty(call.words or 1))  # fmt: skip
     with compiling_for(target):
-        call._attend(0, tensors, params.head_dim**-0.5, 1.0)
-        if call._merge is not None:
-            call._merge(0, tensors)
+        call.launch(0, tensors, call.default_scale, 1.0)
