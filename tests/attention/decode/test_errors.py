@@ -643,7 +643,13 @@ def test_results_are_new_tensors_unless_output_is_given(kind: str) -> None:
     assert out is output and lse.shape == (B, HQ) and lse.dtype == torch.float32
 
 
-def test_a_plan_that_cannot_run_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_a_plan_that_is_none(kind: str) -> None:
+    for wrong in ("sm90", 3, ["unhashable"], {}):
+        refused(kind, "plan", InvalidArgument, "a Plan", type(wrong).__name__, plan=wrong)
+
+
+def test_a_plan_that_cannot_run_the_call() -> None:
     from hpc.attention.decode import entry
 
     key = choose.Key(

@@ -12,8 +12,9 @@ from decode_support import attend, make, raw, same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hpc
-from hpc.attention.decode import ops
+from hpc.attention.decode import ops, validate
 from hpc.attention.decode.cases import DecodeInputs
+from hpc.attention.decode.choose import Plan
 
 assert ops  # registers torch.ops.hpc.*
 
@@ -155,7 +156,7 @@ def test_fr_78_fake_assign() -> None:
 @BOTH
 def test_op_arguments_are_those_of_the_function_in_their_order(kind: str) -> None:
     function = inspect.signature(getattr(hpc, f"attention_decode_{kind}"))
-    names = [n for n in function.parameters if n not in ("split_flag", "output", "plan")]
+    names = [n for n in function.parameters if n != "output"]
     assert [a.name for a in packet(kind).default._schema.arguments] == names
     assert [a.name for a in packet(kind).out._schema.arguments] == [*names, "output"]
     for argument in packet(kind).default._schema.arguments:
@@ -232,3 +233,85 @@ def test_lse_under_compile(kind: str, where: str) -> None:
     got = torch.compile(run, fullgraph=True, backend="aot_eager")(x.task_map)
     for a, b in zip(got, run(x.task_map), strict=True):
         assert same_bits(a, b)
+
+
+# --- what tracing must not lose ---------------------------------------------------------------------------------
+
+
+def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    traced: Callable[..., Any] = torch.compile(call, fullgraph=True, backend="aot_eager")
+    return traced
+
+
+PLANS = [
+    Plan("portable", 2, 16, 4, 1, 2),
+    Plan("sm90", 1, 8, 8, 1, 4, 168, 7, 8),
+]
+
+
+@pytest.mark.parametrize("plan", [None, *PLANS])
+def test_a_plan_survives_the_schema(plan: Plan | None) -> None:
+    words = ops.pack_plan(plan)
+    assert ops.unpack_plan(words) == plan and (words is None or all(type(word) is int for word in words))
+
+
+@BOTH
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_plan_is_not_lost_under_compile(kind: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    checked = validate.call
+
+    def watched(args: validate.Arguments) -> Any:
+        seen.append(args.plan)
+        return checked(args)
+
+    monkeypatch.setattr(validate, "call", watched)
+    x = inputs(kind, "cpu")
+    compiled(lambda task_map: attend(x, plan=plan))(x.task_map)
+    assert seen == [plan]
+
+
+@HERE
+@BOTH
+def test_split_flag_is_checked_under_compile(kind: str, where: str) -> None:
+    x = inputs(kind, where)
+    good, bad = (torch.zeros((4, 2), dtype=dtype, device=where) for dtype in (torch.int32, torch.int64))
+    run = compiled(lambda flag: attend(x, split_flag=flag))
+    assert same_bits(run(good), attend(x))
+    with pytest.raises(TypeError, match="split_flag"):
+        run(bad)
+
+
+# --- inference only ---------------------------------------------------------------------------------------------
+
+
+@HERE
+@pytest.mark.parametrize("given", [True, False], ids=["output given", "new output"])
+def test_no_gradient_flows(where: str, given: bool) -> None:
+    """Eager, op and compiled alike: results need none, an output that does may be written, nothing warns."""
+    x = inputs("bf16", where)
+    q, *others = positional(x)
+    q = q.clone().requires_grad_()
+    expected, _ = packet("bf16")(*positional(x))
+
+    def buffer() -> torch.Tensor | None:
+        return torch.empty_like(expected) if given else None
+
+    def eager(q: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+        result: torch.Tensor = hpc.attention_decode_bf16(q, *others, output=output)
+        return result
+
+    def op(q: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+        if output is None:
+            result: torch.Tensor = packet("bf16")(q, *others)[0]
+            return result
+        packet("bf16").out(q, *others, output=output)
+        return output
+
+    for call in (eager, op, compiled(eager)):
+        result = call(q, buffer())
+        assert not result.requires_grad and result.grad_fn is None and same_bits(result, expected)
+    if given:
+        leaf = torch.empty_like(expected).requires_grad_()
+        assert same_bits(eager(q, leaf).detach(), expected)

@@ -36,7 +36,7 @@ def attention_decode_bf16(
     Request b has L = num_seq_kvcache[b] (+ S if not new_kv_included) keys, S = mtp + 1. Its query token i sees the keys
     j with L - S + 1 + i - window <= j < L - S + 1 + i. A row that sees no key is zero. New K and V are in the cache
     already. Runs on the current stream, synchronises nothing, and can be captured in a CUDA graph and replayed with
-    other lengths. Off a GPU it computes the reference.
+    other lengths. For inference: no gradient flows. Off a GPU it computes the reference.
 
     Args:
         q: BF16 [B * S, num_q_heads, head_dim], request-major, inner dim packed; head_dim 8 to 256.
@@ -71,8 +71,8 @@ def attention_decode_bf16(
     Source: FlashAttention's online softmax (Dao et al., 2022), split-KV with log-sum-exp merge (Flash-Decoding, 2023).
     """
     if torch.compiler.is_compiling():
-        args = (q, kcache, vcache, block_ids, num_seq_kvcache, mtp, new_kv_included, splitk, task_map, softmax_scale,
-                window, logit_cap, sinks, return_lse, batch_invariant)  # fmt: skip
+        args = (q, kcache, vcache, block_ids, num_seq_kvcache, mtp, new_kv_included, splitk, task_map, split_flag,
+                softmax_scale, window, logit_cap, sinks, return_lse, batch_invariant, plan)  # fmt: skip
         return ops.traced("attention_decode_bf16", args, output, return_lse)
     return entry.decode(
         "attention_decode_bf16", q, kcache, vcache, block_ids, num_seq_kvcache, (None, None, None), -1, mtp,
@@ -131,7 +131,8 @@ def attention_decode_fp8(
     quant = 1 if quant_type is _QT1 else validate.quant_type("attention_decode_fp8", quant_type)
     if torch.compiler.is_compiling():
         args = (q, kcache, vcache, block_ids, num_seq_kvcache, qscale, kscale, vscale, mtp, new_kv_included, quant,
-                splitk, task_map, softmax_scale, window, logit_cap, sinks, return_lse, batch_invariant)  # fmt: skip
+                splitk, task_map, split_flag, softmax_scale, window, logit_cap, sinks, return_lse, batch_invariant,
+                plan)  # fmt: skip
         return ops.traced("attention_decode_fp8", args, output, return_lse)
     return entry.decode(
         "attention_decode_fp8", q, kcache, vcache, block_ids, num_seq_kvcache, (qscale, kscale, vscale), quant, mtp,

@@ -75,7 +75,7 @@ def _new_call(args: Arguments, signature: tuple[Any, ...]) -> launch.Call | None
 def _legal(function: str, plan: choose.Plan | None, key: choose.Key) -> choose.Plan:
     if plan is None:
         return choose.choose(key)
-    why = choose.is_legal(plan, key) if isinstance(plan, choose.Plan) else f"{plan!r}, which is no Plan"
+    why = choose.is_legal(plan, key)
     if why is not None:
         fail(function, "plan", expected="a plan that can run this call", got=why, remedy="Pass plan=None.")
     return plan

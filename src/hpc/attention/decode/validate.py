@@ -96,7 +96,7 @@ def call(args: Arguments) -> tuple[choose.Key, Layout]:
     """Check every argument; the key that decides the plan, and the strides."""
     function, q, kcache, vcache = args.function, args.q, args.kcache, args.vcache
     plain_numbers(args)
-    _flags(args)
+    _options(args)
     _tensors(args)
     batch, s = args.seq_lens.shape[0], args.mtp + 1
     rows, q_heads, head_dim = q.shape
@@ -134,11 +134,14 @@ def call(args: Arguments) -> tuple[choose.Key, Layout]:
     return key, layout
 
 
-def _flags(args: Arguments) -> None:
+def _options(args: Arguments) -> None:
     for name in ("new_kv_included", "splitk", "return_lse", "batch_invariant"):
         if isinstance(getattr(args, name), torch.Tensor):
             remedy = "Reading a tensor would wait for the GPU."
             fail(args.function, name, expected="True or False", got="a tensor", remedy=remedy)
+    if args.plan is not None and not isinstance(args.plan, choose.Plan):
+        got, remedy = type(args.plan).__name__, "Pass plan=None for the analytic choice."
+        fail(args.function, "plan", expected="a Plan of hpc.attention.decode.choose", got=got, remedy=remedy)
 
 
 def _tensors(args: Arguments) -> None:
