@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time the table below 
     )
     from hpc.common.quant import QuantType
     from hpc.common.warmup import warmup
+    from hpc.rope import quantize_query_fp8, rope_norm_store_kv, rope_norm_store_kv_fp8
     from hpc.moe import fuse_moe, fuse_moe_blockwise, fuse_moe_blockwise_fp8, fuse_moe_pertensor_fp8
 
     __built_json__: str
@@ -39,11 +40,14 @@ _PUBLIC: dict[str, str] = {
     "get_attention_decode_scratch_size": "hpc.attention",
     "get_attention_decode_task_workspace": "hpc.attention",
     "print_attention_decode_task": "hpc.attention",
+    "quantize_query_fp8": "hpc.rope",
+    "rope_norm_store_kv": "hpc.rope",
+    "rope_norm_store_kv_fp8": "hpc.rope",
     "warmup": "hpc.common.warmup",
 }
 
 # Submodules that can be reached as attributes without an import of their own.
-_MODULES = ("attention", "bench", "common", "moe", "testing")
+_MODULES = ("attention", "bench", "common", "moe", "rope", "testing")
 
 __all__ = [
     "QuantType",
@@ -59,6 +63,9 @@ __all__ = [
     "get_attention_decode_scratch_size",
     "get_attention_decode_task_workspace",
     "print_attention_decode_task",
+    "quantize_query_fp8",
+    "rope_norm_store_kv",
+    "rope_norm_store_kv_fp8",
     "warmup",
 ]
 

@@ -10,6 +10,7 @@ from hpc.common.operator import Operator
 # Operator name -> module with its `OPERATOR`.
 OPERATORS: dict[str, str] = {
     "attention.decode": "hpc.attention.decode.cases",
+    "rope.prologue": "hpc.rope.cases",
     "moe.fused": "hpc.moe.cases",
 }
 

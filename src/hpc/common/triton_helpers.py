@@ -49,3 +49,23 @@ def e4m3_bytes_to_fp16(x):
     widened = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     value = widened.to(tl.float16, bitcast=True) * 256.0
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def to_e4m3_bytes(x, SOFT: tl.constexpr):
+    """fp32 to the uint8 code of the nearest e4m3 value: ties to even, saturating at 448, every NaN 0x7F.
+
+    SOFT spells the conversion in integers, for the interpreter and for GPUs below compute capability 8.9.
+    """
+    if SOFT:
+        bits = x.to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        # from 2^-6 on: keep three bits of mantissa, exponent bias 127 -> 7
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20).to(tl.int32) - 960
+        # below: steps of 2^-9, which is the last bit of numbers around 2^14
+        small = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True).to(tl.int32) & 0xF
+        code = tl.where(magnitude < 0x3C800000, small, tl.minimum(normal, 0x7E))
+        code = tl.where(magnitude > 0x7F800000, 0x7F, code | ((bits >> 24) & 0x80).to(tl.int32))
+        return code.to(tl.uint8)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)

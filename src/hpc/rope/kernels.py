@@ -1,0 +1,416 @@
+"""Triton kernels of the attention prologue; they run on any GPU and, interpreted, on a CPU.
+
+One program handles a tile of TB tokens x HB heads of one role. Each head is loaded as the two halves of its rotated
+pairs, (x[i], x[i + half]) in NeoX style or (x[2i], x[2i+1]) interleaved, and the dims behind them that are not rotated:
+
+    a, b = x[pairs]                          fp32
+    a, b = a*c - b*s, b*c + a*s              cos and sin of the token's position
+    x    = x * (1/sqrt(sum(x^2)/D + eps)) * w      before or after; the sum in float64: any order, same bits
+    bf16 = x                                 or   scale = max(1e-6, max|x|)/upper,  code = e4m3(x * (1/scale))
+
+The kernel is launched without fusing a*b+c into one rounding (`enable_fp_fusion=False`), and divisions and square roots
+are correctly rounded, so codes and scales equal those of the reference bit for bit.
+
+Every global load follows `pdl_wait`. In decode the next kernel may start right behind it, since only the newest tokens'
+rows are written; in prefill it may not, because it reads rows that this kernel writes as old ones.
+"""
+
+import triton
+import triton.language as tl
+
+from hpc.common.triton_helpers import pdl_launch, pdl_wait, to_bf16, to_e4m3_bytes
+
+
+@triton.jit
+def _load_pairs(ptrs, mask, HALF: tl.constexpr, HALF_P: tl.constexpr, NEOX: tl.constexpr):
+    """Pairs (a, b) of [TB, HB, HALF_P] fp32 from heads at `ptrs` [TB, HB, 1]; zero outside `mask` and past HALF."""
+    if NEOX:
+        i = tl.arange(0, HALF_P)[None, None, :]
+        if HALF != HALF_P:
+            mask = mask & (i < HALF)
+        a = tl.load(ptrs + i, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(ptrs + (i + HALF), mask=mask, other=0.0).to(tl.float32)
+    else:
+        i = tl.arange(0, 2 * HALF_P)[None, None, :]
+        if HALF != HALF_P:
+            mask = mask & (i < 2 * HALF)
+        x = tl.load(ptrs + i, mask=mask, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], HALF_P, 2)))
+    return a, b
+
+
+@triton.jit
+def _store_pairs(ptrs, a, b, mask, HALF: tl.constexpr, HALF_P: tl.constexpr, NEOX: tl.constexpr):
+    """The inverse of `_load_pairs` for values of the destination's dtype."""
+    if NEOX:
+        i = tl.arange(0, HALF_P)[None, None, :]
+        if HALF != HALF_P:
+            mask = mask & (i < HALF)
+        tl.store(ptrs + i, a, mask=mask)
+        tl.store(ptrs + (i + HALF), b, mask=mask)
+    else:
+        i = tl.arange(0, 2 * HALF_P)[None, None, :]
+        if HALF != HALF_P:
+            mask = mask & (i < 2 * HALF)
+        tl.store(ptrs + i, tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * HALF_P)), mask=mask)
+
+
+@triton.jit
+def _load_rest(ptrs, mask, D: tl.constexpr, HALF: tl.constexpr, REST_P: tl.constexpr):
+    """The dims behind the rotated ones, [TB, HB, REST_P] fp32."""
+    i = tl.arange(0, REST_P)[None, None, :] + 2 * HALF
+    return tl.load(ptrs + i, mask=mask & (i < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _find(token, q_index_ptr, num_req, per_req):
+    """(request, its first row, its end, owned) of `token` [TB].
+
+    Where all requests bring as many tokens, as in decode, the request is the first guess: one load instead of a search.
+    """
+    guess = tl.minimum(token // per_req, num_req - 1)
+    some = guess >= 0
+    start = tl.load(q_index_ptr + guess, mask=some, other=0)
+    end = tl.load(q_index_ptr + guess + 1, mask=some, other=0)
+    missed = (token < start) | (token >= end)
+    if tl.max(missed.to(tl.int32), 0) > 0:
+        low = tl.zeros_like(token)  # entries of q_index that are <= token: low of them for sure, high at most
+        high = low + num_req + 1
+        while tl.max(high - low, 0) > 0:
+            middle = (low + high) // 2
+            open_ = low < high
+            reached = open_ & (tl.load(q_index_ptr + middle, mask=open_, other=0) <= token)
+            low = tl.where(reached, middle + 1, low)
+            high = tl.where(open_ & (reached == 0), middle, high)
+        guess = low - 1
+        some = (guess >= 0) & (guess < num_req)
+        start = tl.load(q_index_ptr + guess, mask=some, other=0)
+        end = tl.load(q_index_ptr + guess + 1, mask=some, other=0)
+    return guess, start, end, (token >= start) & (token < end)
+
+
+@triton.jit
+def _page_rows(request, position, valid, table_ptr, stride_table, max_pages, num_pages, PAGE: tl.constexpr):
+    """(page, row in it, valid) of each token: a place outside the page table or the cache is no place."""
+    column = position // PAGE
+    valid = valid & (column < max_pages)
+    page = tl.load(table_ptr + request.to(tl.int64) * stride_table + column, mask=valid, other=-1)
+    return page.to(tl.int64), (position % PAGE).to(tl.int64), valid & (page >= 0) & (page < num_pages)
+
+
+@triton.jit
+def _rms_scale(a, b, rest, D: tl.constexpr, REST_P: tl.constexpr, eps):
+    """1 / sqrt(mean(x^2) + eps) of each head, [TB, HB, 1]."""
+    a, b = a.to(tl.float64), b.to(tl.float64)
+    total = tl.sum(a * a + b * b, 2)
+    if REST_P > 0:
+        r = rest.to(tl.float64)
+        total += tl.sum(r * r, 2)
+    total = total.to(tl.float32)
+    mean = tl.math.div_rn(total, tl.full(total.shape, D, tl.float32))
+    return tl.math.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.math.sqrt_rn(mean + eps))[:, :, None]
+
+
+@triton.jit
+def _norm(a, b, rest, weight_ptr, eps, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
+          REST_P: tl.constexpr, NEOX: tl.constexpr):  # fmt: skip
+    base = weight_ptr + tl.zeros((1, 1, 1), tl.int32)
+    wa, wb = _load_pairs(base, tl.full((1, 1, 1), 1, tl.int1), HALF, HALF_P, NEOX)
+    scale = _rms_scale(a, b, rest, D, REST_P, eps)
+    if REST_P > 0:
+        rest = rest * scale * _load_rest(base, tl.full((1, 1, 1), 1, tl.int1), D, HALF, REST_P)
+    return a * scale * wa, b * scale * wb, rest
+
+
+@triton.jit
+def _projected(
+    ptrs, mask, position, cos_sin_ptr, stride_cos, max_pos, weight_ptr, eps,
+    D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, REST_P: tl.constexpr, NEOX: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotation of the heads at `ptrs` [TB, HB, 1]: (a, b, rest) in fp32; zero outside `mask`."""
+    a, b = _load_pairs(ptrs, mask, HALF, HALF_P, NEOX)
+    rest = a
+    if REST_P > 0:
+        rest = _load_rest(ptrs, mask, D, HALF, REST_P)
+    i = tl.arange(0, HALF_P)[None, None, :]
+    row = tl.minimum(tl.maximum(position, 0), max_pos - 1).to(tl.int64)
+    angles = cos_sin_ptr + row[:, None, None] * stride_cos + i
+    if HALF == HALF_P:
+        cos = tl.load(angles).to(tl.float32)
+        sin = tl.load(angles + HALF).to(tl.float32)
+    else:
+        cos = tl.load(angles, mask=i < HALF, other=0.0).to(tl.float32)
+        sin = tl.load(angles + HALF, mask=i < HALF, other=0.0).to(tl.float32)
+    if POLICY == 2:
+        a, b, rest = _norm(a, b, rest, weight_ptr, eps, D, HALF, HALF_P, REST_P, NEOX)
+    turned = a * cos - b * sin
+    b = b * cos + a * sin
+    a = turned
+    if POLICY == 1:
+        a, b, rest = _norm(a, b, rest, weight_ptr, eps, D, HALF, HALF_P, REST_P, NEOX)
+    return a, b, rest
+
+
+@triton.jit
+def _magnitude(x):
+    """Largest |x| along the last axis as the bits of an fp32: a NaN is larger than everything."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+
+
+@triton.jit
+def _dynamic_scale(bits, upper):
+    """(scale, 1 / scale) of heads whose largest magnitude has these bits."""
+    amax = bits.to(tl.float32, bitcast=True)
+    amax = tl.where(amax < 1e-6, 1e-6, amax)  # keeps NaN
+    scale = tl.math.div_rn(amax, tl.zeros_like(amax) + upper)
+    return scale, tl.math.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def _inverse(ptr, value, IN_MEMORY: tl.constexpr):
+    """1 / scale of a scale that is a tensor's element or an argument."""
+    if IN_MEMORY:
+        value = tl.load(ptr)
+    return tl.math.div_rn(1.0, value)
+
+
+@triton.jit
+def _encoded(x, FP8: tl.constexpr, SOFT: tl.constexpr, INTERPRET: tl.constexpr):
+    if FP8:
+        return to_e4m3_bytes(x, SOFT)
+    else:
+        return to_bf16(x, INTERPRET)
+
+
+@triton.jit
+def _store_head(ptrs, a, b, rest, mask, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
+                REST_P: tl.constexpr, NEOX: tl.constexpr, FP8: tl.constexpr, SOFT: tl.constexpr,
+                INTERPRET: tl.constexpr):  # fmt: skip
+    a, b = _encoded(a, FP8, SOFT, INTERPRET), _encoded(b, FP8, SOFT, INTERPRET)
+    _store_pairs(ptrs, a, b, mask, HALF, HALF_P, NEOX)
+    if REST_P > 0:
+        i = tl.arange(0, REST_P)[None, None, :] + 2 * HALF
+        tl.store(ptrs + i, _encoded(rest, FP8, SOFT, INTERPRET), mask=mask & (i < D))
+
+
+@triton.jit
+def _clear_scales(b, h, HEADS_STEP: tl.constexpr, q_scale_ptr, q_index_ptr, scale_cols, HQ: tl.constexpr):
+    """Zero the scales of request b that no token has, heads h, h + HEADS_STEP, ..."""
+    used = tl.load(q_index_ptr + b + 1) - tl.load(q_index_ptr + b)
+    for head in range(h, HQ, HEADS_STEP):
+        for first in range(used // 128 * 128, scale_cols, 128):
+            column = first + tl.arange(0, 128)
+            ptrs = q_scale_ptr + (b.to(tl.int64) * HQ + head) * scale_cols + column
+            tl.store(ptrs, tl.zeros((128,), tl.float32), mask=column >= used)
+
+
+@triton.jit
+def _clear_request(
+    b, h, kcache_ptr, vcache_ptr, q_scale_ptr, flag_ptr, q_index_ptr, lens_ptr, table_ptr,
+    stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_table, max_pages, num_pages, scale_cols,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_P: tl.constexpr, DV_P: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, Q_SCALE: tl.constexpr,
+):  # fmt: skip
+    """For KV head h of request b: its split flag, the rows behind its last token, the scales that no token has."""
+    if FP8:
+        tl.store(flag_ptr + b.to(tl.int64) * HKV + h, 0)
+    last = tl.load(lens_ptr + b) - 1
+    column = last // PAGE
+    live = (last >= 0) & (column < max_pages)
+    page = tl.load(table_ptr + b.to(tl.int64) * stride_table + column, mask=live, other=-1).to(tl.int64)
+    if (page >= 0) & (page < num_pages):
+        for first in tl.static_range(0, PAGE, ROWS):
+            row = first + tl.arange(0, ROWS)
+            dead = ((row > last % PAGE) & (row < PAGE))[:, None]
+            i, j = tl.arange(0, D_P)[None, :], tl.arange(0, DV_P)[None, :]
+            row = row[:, None].to(tl.int64)
+            k_ptrs = kcache_ptr + page * stride_kp + row * stride_kt + h.to(tl.int64) * stride_kh + i
+            v_ptrs = vcache_ptr + page * stride_vp + row * stride_vt + h.to(tl.int64) * stride_vh + j
+            tl.store(k_ptrs, tl.zeros((ROWS, D_P), kcache_ptr.dtype.element_ty), mask=dead & (i < D))
+            tl.store(v_ptrs, tl.zeros((ROWS, DV_P), vcache_ptr.dtype.element_ty), mask=dead & (j < DV))
+    if Q_SCALE == 2:
+        _clear_scales(b, h, HKV, q_scale_ptr, q_index_ptr, scale_cols, HQ)
+
+
+_SCALARS = ["num_tokens", "num_req", "per_req", "max_pos", "max_pages", "num_pages", "scale_cols", "num_k", "num_v",
+            "num_q", "stride_table"]  # fmt: skip
+# Read one element at a time: their alignment decides nothing.
+_NARROW = ["lens_ptr", "q_index_ptr", "table_ptr", "k_scale_ptr", "v_scale_ptr", "q_scale_inv_ptr", "q_scale_ptr",
+           "flag_ptr"]  # fmt: skip
+# Read and written in vectors; tensors that are not on 16 bytes get a kernel that assumes nothing.
+_WIDE = ["qkv_ptr", "cos_sin_ptr", "q_weight_ptr", "k_weight_ptr", "kcache_ptr", "vcache_ptr", "out_q_ptr",
+         "out_k_ptr", "out_v_ptr"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SCALARS, do_not_specialize_on_alignment=_NARROW)
+def _rope_prologue_kernel(
+    qkv_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, kcache_ptr, vcache_ptr, out_q_ptr, out_k_ptr, out_v_ptr,
+    q_scale_ptr, flag_ptr, lens_ptr, q_index_ptr, table_ptr, k_scale_ptr, v_scale_ptr, q_scale_inv_ptr,
+    num_tokens, num_req, per_req, max_pos, max_pages, num_pages, scale_cols, num_k, num_v, num_q,
+    eps, upper, k_scale, v_scale,
+    stride_table, stride_qkv, stride_cos, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
+    stride_qt, stride_qh, stride_okt, stride_okh, stride_ovt, stride_ovh,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    HALF_P: tl.constexpr, REST_P: tl.constexpr, D_P: tl.constexpr, DV_P: tl.constexpr,
+    TBQ: tl.constexpr, HBQ: tl.constexpr, TBK: tl.constexpr, HBK: tl.constexpr, CLEAR_ROWS: tl.constexpr,
+    POLICY: tl.constexpr, NEOX: tl.constexpr, FP8: tl.constexpr, Q_SCALE: tl.constexpr, K_IN_MEMORY: tl.constexpr,
+    V_IN_MEMORY: tl.constexpr, OUT_K: tl.constexpr, OUT_V: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    SOFT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Grid: num_k programs for keys, then num_v for values, num_q for queries, num_req * HKV to clear.
+
+    Q_SCALE: 0 BF16 queries, 1 dynamic scales [tokens, HQ], 2 dynamic scales [requests, HQ, scale_cols], 3 a fixed
+    multiplier. EARLY: the next kernel may start once this one has (decode).
+    """
+    pid = tl.program_id(0)
+    pdl_wait(PDL)
+    pdl_launch(PDL and EARLY)
+    if pid < num_k + num_v:
+        # --- keys and values ---
+        is_v = pid >= num_k
+        tile = pid - tl.where(is_v, num_k, 0)
+        blocks: tl.constexpr = (HKV + HBK - 1) // HBK
+        token = (tile // blocks) * TBK + tl.arange(0, TBK)
+        head = (tile % blocks) * HBK + tl.arange(0, HBK)
+        inside = (token < num_tokens)[:, None, None] & (head < HKV)[None, :, None]
+        request, _, end, owned = _find(token, q_index_ptr, num_req, per_req)
+        position = tl.load(lens_ptr + request, mask=owned, other=0) - (end - token)
+        valid = owned & (position >= 0)
+        page, row, stored = _page_rows(
+            request, position, valid, table_ptr, stride_table, max_pages, num_pages, PAGE
+        )
+        token, head = token[:, None, None].to(tl.int64), head[None, :, None].to(tl.int64)
+        page, row = page[:, None, None], row[:, None, None]
+        valid, stored = valid[:, None, None], stored[:, None, None]
+        if is_v:
+            v_ptrs = qkv_ptr + token * stride_qkv + (HQ + HKV) * D + head * DV
+            i = tl.arange(0, DV_P)[None, None, :]
+            v = tl.load(v_ptrs + i, mask=inside & (i < DV), other=0.0).to(tl.float32)
+            if FP8:
+                v = v * _inverse(v_scale_ptr, v_scale, V_IN_MEMORY)
+            if OUT_V:
+                ptrs = out_v_ptr + token * stride_ovt + head * stride_ovh
+                written = inside
+                v = tl.where(valid, v, 0.0)
+            else:
+                ptrs = vcache_ptr + page * stride_vp + row * stride_vt + head * stride_vh
+                written = inside & stored
+            tl.store(ptrs + i, _encoded(v, FP8, SOFT, INTERPRET), mask=written & (i < DV))
+        else:
+            k_ptrs = qkv_ptr + token * stride_qkv + HQ * D + head * D
+            a, b, rest = _projected(
+                k_ptrs, inside, position, cos_sin_ptr, stride_cos, max_pos, k_weight_ptr, eps,
+                D, HALF, HALF_P, REST_P, NEOX, POLICY,
+            )  # fmt: skip
+            if FP8:
+                inverse = _inverse(k_scale_ptr, k_scale, K_IN_MEMORY)
+                a, b, rest = a * inverse, b * inverse, rest * inverse
+            if OUT_K:
+                ptrs = out_k_ptr + token * stride_okt + head * stride_okh
+                written = inside
+                a, b, rest = tl.where(valid, a, 0.0), tl.where(valid, b, 0.0), tl.where(valid, rest, 0.0)
+            else:
+                ptrs = kcache_ptr + page * stride_kp + row * stride_kt + head * stride_kh
+                written = inside & stored
+            _store_head(ptrs, a, b, rest, written, D, HALF, HALF_P, REST_P, NEOX, FP8, SOFT, INTERPRET)
+    elif pid < num_k + num_v + num_q:
+        # --- queries ---
+        tile = pid - num_k - num_v
+        blocks_q: tl.constexpr = (HQ + HBQ - 1) // HBQ
+        token = (tile // blocks_q) * TBQ + tl.arange(0, TBQ)
+        head = (tile % blocks_q) * HBQ + tl.arange(0, HBQ)
+        inside = (token < num_tokens)[:, None] & (head < HQ)[None, :]
+        request, start, end, owned = _find(token, q_index_ptr, num_req, per_req)
+        position = tl.load(lens_ptr + request, mask=owned, other=0) - (end - token)
+        valid = owned & (position >= 0)
+        row = token[:, None].to(tl.int64)
+        column = head[None, :].to(tl.int64)
+        q_ptrs = (qkv_ptr + row * stride_qkv + column * D)[:, :, None]
+        a, b, rest = _projected(
+            q_ptrs, inside[:, :, None], position, cos_sin_ptr, stride_cos, max_pos, q_weight_ptr, eps,
+            D, HALF, HALF_P, REST_P, NEOX, POLICY,
+        )  # fmt: skip
+        if Q_SCALE == 1 or Q_SCALE == 2:
+            bits = tl.maximum(_magnitude(a), _magnitude(b))
+            if REST_P > 0:
+                bits = tl.maximum(bits, _magnitude(rest))
+            scale, inverse = _dynamic_scale(bits, upper)
+            if Q_SCALE == 1:
+                tl.store(q_scale_ptr + row * HQ + column, tl.where(valid[:, None], scale, 0.0), mask=inside)
+            else:
+                place = (token - start)[:, None]
+                room = place < scale_cols
+                ptrs = q_scale_ptr + (request[:, None].to(tl.int64) * HQ + column) * scale_cols + place
+                tl.store(ptrs, tl.where(valid[:, None], scale, 0.0), mask=inside & owned[:, None] & room)
+                inverse = tl.where(room, inverse, float("nan"))  # a scale without a place must not go unseen
+            inverse = inverse[:, :, None]
+            a, b, rest = a * inverse, b * inverse, rest * inverse
+        elif Q_SCALE == 3:
+            factor = tl.load(q_scale_inv_ptr)
+            a, b, rest = a * factor, b * factor, rest * factor
+        live = valid[:, None, None]
+        a, b, rest = tl.where(live, a, 0.0), tl.where(live, b, 0.0), tl.where(live, rest, 0.0)
+        ptrs = (out_q_ptr + row * stride_qt + column * stride_qh)[:, :, None]
+        _store_head(ptrs, a, b, rest, inside[:, :, None], D, HALF, HALF_P, REST_P, NEOX, FP8, SOFT, INTERPRET)
+    else:
+        tile = pid - num_k - num_v - num_q
+        _clear_request(
+            tile // HKV, tile % HKV, kcache_ptr, vcache_ptr, q_scale_ptr, flag_ptr, q_index_ptr, lens_ptr, table_ptr,
+            stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_table, max_pages, num_pages,
+            scale_cols, HQ, HKV, D, DV, D_P, DV_P, PAGE, CLEAR_ROWS, FP8, Q_SCALE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_req", "per_req", "scale_cols", "num_q"],
+            do_not_specialize_on_alignment=["q_scale_ptr", "q_index_ptr"])  # fmt: skip
+def _quantize_query_kernel(
+    q_ptr, out_q_ptr, q_scale_ptr, q_index_ptr, num_tokens, num_req, per_req, scale_cols, num_q, upper,
+    stride_qt, stride_qh, stride_ot, stride_oh,
+    HQ: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, TB: tl.constexpr, HB: tl.constexpr,
+    BY_REQUEST: tl.constexpr, CLEARERS: tl.constexpr, PDL: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    """scale = max(1e-6, max|q|) / upper a token and head, code = e4m3(q * (1/scale)).
+
+    Grid: num_q programs of TB tokens x HB heads; by request, num_req * CLEARERS more that zero the scales without a
+    token. By request, scales go to [num_req, HQ, scale_cols] and rows of no request are zero.
+    """
+    pid = tl.program_id(0)
+    pdl_wait(PDL)
+    if pid < num_q:
+        blocks: tl.constexpr = (HQ + HB - 1) // HB
+        token = (pid // blocks) * TB + tl.arange(0, TB)
+        head = (pid % blocks) * HB + tl.arange(0, HB)
+        inside = (token < num_tokens)[:, None] & (head < HQ)[None, :]
+        row, column = token[:, None].to(tl.int64), head[None, :].to(tl.int64)
+        i = tl.arange(0, D_P)[None, None, :]
+        mask = inside[:, :, None] & (i < D)
+        q = tl.load((q_ptr + row * stride_qt + column * stride_qh)[:, :, None] + i, mask=mask, other=0.0)
+        q = q.to(tl.float32)
+        scale, inverse = _dynamic_scale(_magnitude(q), upper)
+        if BY_REQUEST:
+            request, start, _, owned = _find(token, q_index_ptr, num_req, per_req)
+            place = (token - start)[:, None]
+            room = place < scale_cols
+            ptrs = q_scale_ptr + (request[:, None].to(tl.int64) * HQ + column) * scale_cols + place
+            tl.store(ptrs, scale, mask=inside & owned[:, None] & room)
+            inverse = tl.where(room, inverse, float("nan"))  # a scale without a place must not go unseen
+            q = tl.where(owned[:, None, None], q * inverse[:, :, None], 0.0)
+        else:
+            tl.store(q_scale_ptr + row * HQ + column, scale, mask=inside)
+            q = q * inverse[:, :, None]
+        out = (out_q_ptr + row * stride_ot + column * stride_oh)[:, :, None] + i
+        tl.store(out, to_e4m3_bytes(q, SOFT), mask=mask)
+    elif BY_REQUEST:
+        rest = pid - num_q
+        _clear_scales(rest // CLEARERS, rest % CLEARERS, CLEARERS, q_scale_ptr, q_index_ptr, scale_cols, HQ)
+
+
+_rope_prologue_unaligned_kernel = triton.jit(
+    _rope_prologue_kernel.fn, do_not_specialize=_SCALARS, do_not_specialize_on_alignment=_NARROW + _WIDE
+)
+_quantize_query_unaligned_kernel = triton.jit(
+    _quantize_query_kernel.fn,
+    do_not_specialize=["num_tokens", "num_req", "per_req", "scale_cols", "num_q"],
+    do_not_specialize_on_alignment=["q_scale_ptr", "q_index_ptr", "q_ptr", "out_q_ptr"],
+)

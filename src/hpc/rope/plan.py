@@ -1,0 +1,66 @@
+"""How the prologue is cut into programs: pure arithmetic over sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_EARLY_TOKENS = 16  # new tokens a request up to which decode attention leaves them alone before its wait
+CLEARERS = 8  # programs a request that zero unused scales of a quantise-only call
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the choice depends on."""
+
+    num_tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Heads (of any tokens) in a program's tile, and its warps."""
+
+    heads: int
+    num_warps: int
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def is_legal(plan: Plan, key: Key) -> str | None:
+    """Why a plan cannot run, or None."""
+    if plan.heads < 1 or plan.heads & (plan.heads - 1):
+        return f"{plan.heads} heads a program: not a power of two"
+    if plan.num_warps not in (1, 2, 4, 8):
+        return f"{plan.num_warps} warps: not 1, 2, 4 or 8"
+    widest = power_of_two(max(key.head_dim, key.v_dim))
+    if plan.heads * widest > 64 * 32 * plan.num_warps:
+        return (
+            f"{plan.heads} heads of {widest} values need more than 64 registers a thread for the values alone"
+        )
+    return None
+
+
+def choose(key: Key) -> Plan:
+    """16 values a thread: two 16-byte loads, enough in flight with the programs that fit on a multiprocessor."""
+    widest = power_of_two(max(key.head_dim, key.v_dim))
+    return Plan(heads=max(1, 16 * 128 // widest), num_warps=4)
+
+
+def tile(heads: int, in_tile: int) -> tuple[int, int]:
+    """(tokens, heads) of a tile of `in_tile` heads: as many heads of one token as waste the least of the tile."""
+    best = min(
+        (1 << n for n in range(in_tile.bit_length())),
+        key=lambda block: (-(-heads // block) * block, -block),
+    )
+    return in_tile // best, best
+
+
+def programs(num_tokens: int, heads: int, tokens_in_tile: int, heads_in_tile: int) -> int:
+    """Tiles that cover `num_tokens` x `heads`."""
+    return -(-num_tokens // tokens_in_tile) * -(-heads // heads_in_tile)

@@ -1,0 +1,154 @@
+"""The attention prologue in plain PyTorch: the oracle of this operator, and what runs on a machine without a GPU.
+
+With ``dtype=float32`` every operation is rounded in the order that the kernels use, so FP8 results agree bit for bit;
+with ``float64`` nothing is rounded before the end.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+SMALLEST_AMAX = 1e-6  # an all-zero head still has a scale
+
+
+def token_positions(
+    seq_lens: torch.Tensor, q_index: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(request, position, place among the request's new tokens) of each row, int64 ``[num_tokens]``.
+
+    Row r of request b, ``q_index[b] <= r < q_index[b+1]``, stands at ``seq_lens[b] - (q_index[b+1] - r)``. A row of no
+    request, or at a negative position, has request -1.
+    """
+    rows = torch.arange(num_tokens, device=q_index.device)
+    index, lens = q_index.long(), seq_lens.long()
+    request = torch.searchsorted(index, rows, right=True) - 1
+    owned = (request >= 0) & (request < len(lens))
+    b = request.where(owned, 0)
+    if len(lens) == 0:
+        return torch.full_like(rows, -1), rows, rows
+    position = lens[b] - (index[b + 1] - rows)
+    owned &= position >= 0
+    return request.where(owned, -1), position, rows - index[b]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x * (1 / sqrt(mean(x^2) + eps)) * weight`` over the last dimension, in x's dtype.
+
+    The sum of squares is taken in float64, where it does not depend on the order of its terms; so is the root, because
+    PyTorch's float32 one is not always the nearest value.
+    """
+    mean = x.double().square().sum(-1, keepdim=True).to(x.dtype) / torch.full_like(x[..., :1], x.shape[-1])
+    root = (mean + eps).double().sqrt().to(x.dtype)
+    return x * (torch.ones_like(root) / root) * weight.to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool) -> torch.Tensor:
+    """Rotate the first ``2 * cos.shape[-1]`` dims of ``[tokens, heads, D]`` by the angles of ``[tokens, half]``.
+
+    Pairs are (i, i + half) in NeoX style, (2i, 2i + 1) interleaved.
+    """
+    half, (cos, sin) = cos.shape[-1], (cos.unsqueeze(1), sin.unsqueeze(1))
+    turned = x[..., : 2 * half]
+    a, b = turned.chunk(2, -1) if is_neox_style else (turned[..., ::2], turned[..., 1::2])
+    pair = (a * cos - b * sin, b * cos + a * sin)
+    turned = torch.cat(pair, -1) if is_neox_style else torch.stack(pair, -1).flatten(-2)
+    return torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+def heads_of(
+    qkv: torch.Tensor, num_kv_heads: int, head_dim: int, v_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views ``[tokens, heads, dim]`` of the q, k and v parts of ``qkv``."""
+    k_width, v_width = num_kv_heads * head_dim, num_kv_heads * v_dim
+    q, k, v = qkv.split((qkv.shape[1] - k_width - v_width, k_width, v_width), 1)
+    return q.unflatten(1, (-1, head_dim)), k.unflatten(1, (-1, head_dim)), v.unflatten(1, (-1, v_dim))
+
+
+def project(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    position: torch.Tensor,
+    num_kv_heads: int,
+    head_dim: int,
+    v_dim: int,
+    *,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    qk_norm_policy: int = 0,
+    eps: float = 1e-6,
+    is_neox_style: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k (normed and rotated) and v of each token in ``dtype``; positions are clamped to the table."""
+    angles = cos_sin[position.clamp(0, cos_sin.shape[0] - 1)].to(dtype)
+    cos, sin = angles.chunk(2, -1)
+    q, k, v = (part.to(dtype) for part in heads_of(qkv, num_kv_heads, head_dim, v_dim))
+    done = []
+    for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
+        if qk_norm_policy == 2:
+            assert weight is not None
+            x = rms_norm(x, weight, eps)
+        x = rotate(x, cos, sin, is_neox_style)
+        if qk_norm_policy == 1:
+            assert weight is not None
+            x = rms_norm(x, weight, eps)
+        done.append(x)
+    return done[0], done[1], v
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Nearest e4m3 value, ties to even, saturating at 448; every NaN becomes the code 0x7F."""
+    codes = x.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+    return codes.masked_fill(x.isnan(), 0x7F).view(FP8)
+
+
+def quantize_query(q: torch.Tensor, upper_max: float = FP8_MAX) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(q8, scale)``: ``scale = max(1e-6, max|q|) / upper_max`` over the last dimension, ``q8 = fp8(q * (1 /
+    scale))``. A NaN or an infinity makes the scale of its head NaN or infinite."""
+    amax = q.abs().amax(-1).clamp_min(SMALLEST_AMAX)
+    scale = amax / torch.full_like(amax, upper_max)
+    return to_fp8(q * (torch.ones_like(scale) / scale).unsqueeze(-1)), scale
+
+
+def scales_by_request(
+    scale: torch.Tensor, request: torch.Tensor, place: torch.Tensor, num_requests: int, columns: int
+) -> torch.Tensor:
+    """``[tokens, heads]`` as ``[requests, heads, columns]``; zero where there is no token."""
+    laid_out = scale.new_zeros(num_requests, scale.shape[1], columns)
+    live = (request >= 0) & (place < columns)
+    laid_out[request[live], :, place[live]] = scale[live]
+    return laid_out
+
+
+def store(
+    cache: torch.Tensor,
+    rows: torch.Tensor,
+    block_ids: torch.Tensor,
+    request: torch.Tensor,
+    position: torch.Tensor,
+) -> None:
+    """Write ``rows [tokens, heads, dim]`` (the cache's dtype) to their places; rows without a page are left out."""
+    page_size, column = cache.shape[1], position // cache.shape[1]
+    live = (request >= 0) & (column < block_ids.shape[1])
+    page = block_ids.long()[request[live], column[live]]
+    real = (page >= 0) & (page < cache.shape[0])
+    _bytes(cache)[page[real], (position % page_size)[live][real]] = _bytes(rows)[live][real]
+
+
+def clear_tails(cache: torch.Tensor, block_ids: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Zero the rows behind the last token in the page of each request that has one."""
+    page_size = cache.shape[1]
+    for b, length in enumerate(seq_lens.tolist()):
+        last = length - 1
+        if last < 0 or last // page_size >= block_ids.shape[1]:
+            continue
+        page = int(block_ids[b, last // page_size])
+        if 0 <= page < cache.shape[0]:
+            _bytes(cache)[page, last % page_size + 1 :] = 0
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """fp8 as its bytes, which every device can index; other dtypes as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
