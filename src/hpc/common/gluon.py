@@ -14,6 +14,7 @@ __all__ = [
     "mma_v2",
     "pdl_launch",
     "pdl_wait",
+    "split_e4m3_halves",
     "split_e4m3_pairs",
     "tma_load",
 ]
@@ -32,6 +33,30 @@ def split_e4m3_pairs(x):
             .reg .b16 a, b;
             prmt.b32 t, $2, 0, 0x3120;
             mov.b32 {a, b}, t;
+            cvt.rn.f16x2.e4m3x2 $0, a;
+            cvt.rn.f16x2.e4m3x2 $1, b;
+        }
+        """,
+        "=r,=r,r",
+        args=[x],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def split_e4m3_halves(x):
+    """int16 pairs, two neighbours a register -> the first and the second neighbour's two e4m3 values as f16, exact.
+
+    Two conversions and no permute. The order along the contraction is that of `x` with (pair, byte) exchanged within
+    two neighbours: both operands of a product must be split alike.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .reg .b16 a, b;
+            mov.b32 {a, b}, $2;
             cvt.rn.f16x2.e4m3x2 $0, a;
             cvt.rn.f16x2.e4m3x2 $1, b;
         }

@@ -65,6 +65,15 @@ def test_no_bin_costs_much_more_than_its_share(lens, n_bins, floor):
         assert cost <= bound, (bin_, cost, bound)
 
 
+def test_the_floor_keeps_short_requests_whole_and_yields_to_a_long_one():
+    floor = 8
+    whole = plan.build_bins([floor * plan.TILE] * 64, 1, 132, floor)
+    assert all(bin_.n_chunks == 0 for bin_ in whole)
+    long = plan.build_bins([16384] + [64] * 15, 1, 132, floor)
+    chunks = max(bin_.n_chunks for bin_ in long)
+    assert 0 <= chunks - 16384 // (floor * plan.TILE) <= 1, chunks
+
+
 @given(lens=LENGTHS, new=st.integers(1, 16), n_bins=BINS, floor=st.integers(1, 12), window=WINDOWS)
 def test_chunks_and_merges_agree_with_an_owner_map(lens, new, n_bins, floor, window):
     ranges = [plan.tile_range(length, new, window) for length in lens]

@@ -35,6 +35,7 @@ from hpc.common.gluon import (
     mma_v2,
     pdl_launch,
     pdl_wait,
+    split_e4m3_halves,
     split_e4m3_pairs,
     tma_load,
 )
@@ -205,9 +206,9 @@ def _scores(kview, stage, q, LA: gl.constexpr, MMA: gl.constexpr, C: gl.constexp
     for half in gl.static_range(KH):
         k = kview.index(stage * KH + half).load(LA)
         if C.FP8:
-            k_even, k_odd = split_e4m3_pairs(k)
-            s0 = mma_v2(k_even, q[2 * half], s0)
-            s1 = mma_v2(k_odd, q[2 * half + 1], s1)
+            k0, k1 = split_e4m3_halves(k)
+            s0 = mma_v2(k0, q[2 * half], s0)
+            s1 = mma_v2(k1, q[2 * half + 1], s1)
         else:
             if half % 2 == 0:
                 s0 = mma_v2(k, q[half], s0)
@@ -218,13 +219,12 @@ def _scores(kview, stage, q, LA: gl.constexpr, MMA: gl.constexpr, C: gl.constexp
 
 @gluon.jit
 def _split_q(pieces, C: gl.constexpr):
-    """e4m3 pairs to their even and odd f16 operands; BF16 pieces as they are."""
+    """e4m3 pairs to two f16 operands each, as `_scores` splits K; BF16 pieces as they are."""
     KH: gl.constexpr = C.KH
     out = ()
     for half in gl.static_range(KH):
         if C.FP8:
-            even, odd = split_e4m3_pairs(pieces[half])
-            out = out + (even, odd)
+            out = out + split_e4m3_halves(pieces[half])
         else:
             out = out + (pieces[half],)
     return out

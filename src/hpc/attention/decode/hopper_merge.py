@@ -77,20 +77,21 @@ def merge_last(j, g0, n_chunks, b, h, hr, row0, n_bins, o_ptr, lse_ptr, part_ptr
     """
     LV: gl.constexpr = gl.SliceLayout(0, C.GATHER)
     LM: gl.constexpr = gl.SliceLayout(1, LV)
-    group = j // C.FAN
-    in_group = gl.minimum(C.FAN, n_chunks - group * C.FAN)
-    groups = (n_chunks + C.FAN - 1) // C.FAN
+    fan = gl.where((n_chunks <= C.FAN) | (n_chunks > C.FAN * C.NARROW), C.FAN, C.NARROW)
+    group = j // fan
+    in_group = gl.minimum(fan, n_chunks - group * fan)
+    groups = (n_chunks + fan - 1) // fan
     # Two counters a bin: one request may start its second group where another starts its first.
-    counter = count_ptr + (2 * (g0 + group * C.FAN) + gl.where(group == 0, 1, 0)) * (C.HKV * C.RB) + hr
+    counter = count_ptr + (2 * (g0 + group * fan) + gl.where(group == 0, 1, 0)) * (C.HKV * C.RB) + hr
     if _arrive_last(counter, in_group):
-        m, l, acc = _gather(part_ptr, ml_ptr, g0, group * C.FAN, 1, in_group, h, row0, C)
+        m, l, acc = _gather(part_ptr, ml_ptr, g0, group * fan, 1, in_group, h, row0, C)
         r = gl.arange(0, C.R, LM) + row0
         d = gl.expand_dims(gl.arange(0, C.DV, gl.SliceLayout(0, LV)), 0)
         rr = gl.expand_dims(r, 1)
         done = groups == 1
         if groups > 1:
             # This group's sum takes the place of its first chunk.
-            first = group * C.FAN
+            first = group * fan
             slot = 2 * (g0 + first) + gl.where(first == 0, 1, 0)
             base = (slot * C.HKV + h) * C.ROWS
             barrier()
@@ -100,7 +101,7 @@ def merge_last(j, g0, n_chunks, b, h, hr, row0, n_bins, o_ptr, lse_ptr, part_ptr
             top = count_ptr + (2 * n_bins + g0) * (C.HKV * C.RB) + hr
             done = _arrive_last(top, groups)
             if done:
-                m, l, acc = _gather(part_ptr, ml_ptr, g0, 0, C.FAN, groups, h, row0, C)
+                m, l, acc = _gather(part_ptr, ml_ptr, g0, 0, fan, groups, h, row0, C)
         if done:
             head = h * C.G + r % C.G
             if C.SINKS:

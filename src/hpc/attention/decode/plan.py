@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 TILE = 64  # tokens a tile
 TILE_COST = 4  # cost units of a tile
-SEGMENT_COST = (
-    14  # cost units of a request inside a bin: 83.1 us at 4, 74.7 at 8, 68.6 at 14 (fp8 64/8 mixed lengths)
-)
+# Cost units of a request inside a bin: its set-up, write-back and arrival at the merge. fp8 64/8 mixed lengths took
+# 83.1, 74.7, 68.6 us at 4, 8, 14; fp8 8/1 mixed 13.5, 12.9, 12.7 us at 14, 22, 30, but 1x64K+31x4K 17.6, 18.3, 18.2.
+SEGMENT_COST = 20
 SNAP = 2  # a cut never leaves fewer tiles than this on either side of a request
 
 HEADER_WORDS = 16
@@ -35,6 +35,9 @@ MAX_ROW_BLOCKS = (
     32  # a request has at most 64 heads x 16 tokens = 1024 rows a kv head, a CTA takes 32 of them
 )
 FLOOR_TILES = (8, 4)  # minimum work of a bin by variant, unless min_process_len asks for less
+LONG = (
+    4  # floors; a longer request is split in any case: 9.6 to 8.1 us by smaller chunks (fp8 8/1 1x16K+15x64)
+)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def build_bins(
     for n in tiles:
         prefix.append(prefix[-1] + TILE_COST * n + SEGMENT_COST)
     total, batch = prefix[-1], len(lens)
-    step, per = cut_step(total, n_bins, min_tiles)
+    step, per = cut_step(total, n_bins, min_tiles, max(tiles, default=1))
 
     def locate(g: int) -> tuple[int, int]:
         """(request, tile relative to its first) at which bin g starts."""
@@ -157,9 +160,13 @@ def merge_entries(bins: Sequence[Bin], batch: int, sig: int) -> list[int]:
     return [word for entry in entries for word in entry] + [0] * (MERGE_WORDS * (len(bins) - len(entries)))
 
 
-def cut_step(total: int, n_bins: int, min_tiles: int) -> tuple[int, int]:
-    """Cut g lies at cost g * step // per: equal shares, or the floor when the shares would be smaller."""
-    floor = TILE_COST * min_tiles + SEGMENT_COST
+def cut_step(total: int, n_bins: int, min_tiles: int, longest: int) -> tuple[int, int]:
+    """Cut g lies at cost g * step // per: equal shares, or the floor when the shares would be smaller.
+
+    The floor lets a request of `min_tiles` stay whole: a merge costs about what five tiles do. Where some request has
+    more than LONG * min_tiles tiles a merge is due anyway, and smaller chunks end sooner.
+    """
+    floor = TILE_COST * min_tiles + (SEGMENT_COST if longest <= LONG * min_tiles else 0)
     return (total, n_bins) if total >= n_bins * floor else (floor, 1)
 
 
@@ -206,7 +213,7 @@ def header(
     n = num_bins(sms, num_kv_heads, 1)
     tiles = [hi - lo for lo, hi in (tile_range(length, num_new_tokens, window) for length in lens)]
     total = sum(TILE_COST * t + SEGMENT_COST for t in tiles)
-    step, per = cut_step(total, n, floor_tiles(1, min_process_len))
+    step, per = cut_step(total, n, floor_tiles(1, min_process_len), max(tiles, default=1))
     budget = -(-step // (per * TILE_COST))
     most = -(-max(tiles, default=1) * TILE_COST * per // step) + 1
     size = 4 * (variant_offset(sms, num_kv_heads, NUM_VARIANTS) - HEADER_WORDS)

@@ -14,6 +14,7 @@ _TILE = tl.constexpr(plan.TILE)
 _TILE_COST = tl.constexpr(plan.TILE_COST)
 _SEGMENT_COST = tl.constexpr(plan.SEGMENT_COST)
 _SNAP = tl.constexpr(plan.SNAP)
+_LONG = tl.constexpr(plan.LONG)
 _LONGEST = tl.constexpr(plan.LONGEST)
 _HEADER = tl.constexpr(plan.HEADER_WORDS)
 _ENTRY = tl.constexpr(plan.ENTRY_WORDS)
@@ -55,6 +56,18 @@ def _costs(seq_ptr, idx, batch, extra, new_tokens, window, WINDOW: tl.constexpr)
 
 
 @triton.jit
+def _survey(seq_ptr, batch, extra, new_tokens, window, WINDOW: tl.constexpr, REQS: tl.constexpr):
+    """(cost of all requests, tiles of the longest)."""
+    lane = tl.arange(0, REQS)
+    total, longest = tl.zeros([], tl.int64), tl.full([], 1, tl.int64)
+    for start in range(0, batch, REQS):
+        _, tiles, cost = _costs(seq_ptr, start + lane, batch, extra, new_tokens, window, WINDOW)
+        total += tl.sum(cost, 0)
+        longest = tl.maximum(longest, tl.max(tl.where(cost > 0, tiles, 1), 0))
+    return total, longest
+
+
+@triton.jit
 def _ceil_div(a, b):
     return -tl.floor(-(a.to(tl.float64) / b.to(tl.float64))).to(tl.int64)
 
@@ -83,13 +96,8 @@ def _count_not_above(ascending, cut, SIZE: tl.constexpr):
 @triton.jit
 def _header(map_ptr, seq_ptr, batch, extra, new_tokens, window, sig, kv_heads, n_bins, floor, size_bytes,
             WINDOW: tl.constexpr, REQS: tl.constexpr):  # fmt: skip
-    lane = tl.arange(0, REQS)
-    total, longest = tl.zeros([], tl.int64), tl.full([], 1, tl.int64)
-    for start in range(0, batch, REQS):
-        _, tiles, cost = _costs(seq_ptr, start + lane, batch, extra, new_tokens, window, WINDOW)
-        total += tl.sum(cost, 0)
-        longest = tl.maximum(longest, tl.max(tl.where(cost > 0, tiles, 1), 0))
-    step, per = _cut_step(total, n_bins, floor)
+    total, longest = _survey(seq_ptr, batch, extra, new_tokens, window, WINDOW, REQS)
+    step, per = _cut_step(total, n_bins, floor, longest)
     tl.store(map_ptr + 0, (_ceil_div(step, per * _TILE_COST) + 1).to(tl.int32))
     tl.store(map_ptr + 1, (n_bins * kv_heads).to(tl.int32))
     tl.store(map_ptr + 2, kv_heads)
@@ -100,9 +108,9 @@ def _header(map_ptr, seq_ptr, batch, extra, new_tokens, window, sig, kv_heads, n
 
 
 @triton.jit
-def _cut_step(total, n_bins, floor):
+def _cut_step(total, n_bins, floor, longest):
     """As `plan.cut_step`."""
-    floor_cost = _TILE_COST * floor + _SEGMENT_COST
+    floor_cost = _TILE_COST * floor + tl.where(longest <= _LONG * floor, _SEGMENT_COST, 0)
     enough = total >= n_bins * floor_cost
     return tl.where(enough, total, floor_cost), tl.where(enough, n_bins, 1)
 
@@ -141,11 +149,8 @@ def _assign_kernel(
         by_request = batch <= n_bins
         cut = tl.arange(0, CUTS)
         lane = tl.arange(0, REQS)
-        total = tl.zeros([], tl.int64)
-        for start in range(0, batch, REQS):
-            _, _, cost = _costs(seq_ptr, start + lane, batch, extra, new_tokens, window, WINDOW)
-            total += tl.sum(cost, 0)
-        step, per = _cut_step(total, n_bins, floor)
+        total, longest = _survey(seq_ptr, batch, extra, new_tokens, window, WINDOW, REQS)
+        step, per = _cut_step(total, n_bins, floor, longest)
 
         # How many requests end at or before each cut; the merge entries of the requests on the way.
         req = tl.zeros([CUTS], tl.int32)
