@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from hpc.rope import cases, entry, launch, plan, validate, warm
@@ -115,3 +116,16 @@ def capture(call: Callable[[], Any], warm: int = 2) -> tuple[torch.cuda.CUDAGrap
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = call()
     return graph, result
+
+
+WHERE = pytest.mark.parametrize(
+    "where", [pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+def kernel(inputs: RopeInputs, **more: Any) -> dict[str, torch.Tensor | None]:
+    """Everything that the kernel leaves behind: compiled on a GPU, else interpreted."""
+    if inputs.qkv.is_cuda:
+        return outputs(inputs, cases.prologue(inputs, **more))
+    assert not more
+    return interpreted(inputs)

@@ -114,11 +114,12 @@ def _rms_scale(a, b, rest, D: tl.constexpr, REST_P: tl.constexpr, eps):
 @triton.jit
 def _norm(a, b, rest, weight_ptr, eps, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
           REST_P: tl.constexpr, NEOX: tl.constexpr):  # fmt: skip
-    base = weight_ptr + tl.zeros((1, 1, 1), tl.int32)
-    wa, wb = _load_pairs(base, tl.full((1, 1, 1), 1, tl.int1), HALF, HALF_P, NEOX)
+    base = weight_ptr + tl.zeros((a.shape[0], a.shape[1], 1), tl.int32)  # one address a head, as for the angles
+    every = tl.full((a.shape[0], a.shape[1], 1), 1, tl.int1)
+    wa, wb = _load_pairs(base, every, HALF, HALF_P, NEOX)
     scale = _rms_scale(a, b, rest, D, REST_P, eps)
     if REST_P > 0:
-        rest = rest * scale * _load_rest(base, tl.full((1, 1, 1), 1, tl.int1), D, HALF, REST_P)
+        rest = rest * scale * _load_rest(base, every, D, HALF, REST_P)
     return a * scale * wa, b * scale * wb, rest
 
 
@@ -135,7 +136,8 @@ def _projected(
         rest = _load_rest(ptrs, mask, D, HALF, REST_P)
     i = tl.arange(0, HALF_P)[None, None, :]
     row = tl.minimum(tl.maximum(position, 0), max_pos - 1).to(tl.int64)
-    angles = cos_sin_ptr + row[:, None, None] * stride_cos + i
+    # one address a head: a tile [TB, 1, HALF] would get a layout of its own, and the heads would pass through memory
+    angles = tl.broadcast_to(cos_sin_ptr + row[:, None, None] * stride_cos + i, a.shape)
     if HALF == HALF_P:
         cos = tl.load(angles).to(tl.float32)
         sin = tl.load(angles + HALF).to(tl.float32)
