@@ -34,7 +34,7 @@ class Call:
         self.pdl = key.sm90
         self.scales, self.interpret = scales, interpret
         self._index = self._index_build()
-        self._gemms = self._portable()
+        self._products = self._sm90() if chosen.backend == "sm90" else self._portable()
         self._reduce = self._weighted_sum(shared, stride_out)
 
     def run(self, args: Arguments, factor: float, out: torch.Tensor) -> None:
@@ -51,7 +51,8 @@ class Call:
     ) -> None:
         """All kernels of the call, in order."""
         self._index(stream, args, scratch)
-        self._gemms(stream, args, scratch)
+        for product in self._products:
+            product(stream, args, scratch)
         self._reduce(stream, args, factor, out, scratch)
 
     def _words(self, scratch: torch.Tensor, *names: str) -> list[torch.Tensor]:
@@ -90,7 +91,7 @@ class Call:
 
         return run
 
-    def _portable(self) -> Launch:
+    def _portable(self) -> tuple[Launch, ...]:
         from hpc.moe import kernels
 
         key, chosen, layout = self.key, self.plan, self.layout
@@ -133,7 +134,95 @@ class Call:
             gate_up(grids[0], stream, (x, xs, w13, s13, act, *lists, a, a_scale, *up_fixed))
             down(grids[1], stream, (a, a_scale, w2, s2, *lists, y, *down_fixed))
 
-        return run
+        return (run,)
+
+    def _sm90(self) -> tuple[Launch, ...]:
+        from hpc.moe import hopper, hopper_down
+
+        key, chosen, layout = self.key, self.plan, self.layout
+        hidden, inter, experts = key.hidden, key.inter, key.num_experts
+        up, down = self._configs(hopper.UpConfig, hopper_down.DownConfig)
+        gate_up = Kernel(hopper._moe_gate_up_sm90_kernel, NAME, **self._options(chosen.up))
+        product = Kernel(hopper_down._moe_down_sm90_kernel, NAME, **self._options(chosen.down))
+        (w13_rows, w13_cols), (w2_rows, w2_cols) = self.scales
+        up_grid, down_grid = ((each.per_sm * key.sms, 1, 1) for each in (chosen.up, chosen.down))
+        up_fixed = (
+            key.pairs, key.top_k, layout.act_stride, plan.ceil_div(hidden, 128), w13_rows, w13_cols, up,
+        )  # fmt: skip
+        down_fixed = (key.pairs, w2_rows, w2_cols, down)
+        w13_shape = [experts, inter // 8, 2, 8, hidden]
+        w13_strides = [2 * inter * hidden, 8 * hidden, inter * hidden, hidden, 1]
+        w2_shape, w2_strides = [experts, hidden, inter], [hidden * inter, inter, 1]
+        a_shape, a_strides = [key.pairs, inter], [layout.act_stride, 1]
+        tiles = ("expert", "start", "rows", "num_tiles", "pair")
+        up_places = [getattr(layout, name) for name in (*tiles, "counters", "parts", "act", "act_scale")]
+        down_places = [getattr(layout, name) for name in ("act_scale", *tiles, "y")]
+
+        def run_up(stream: int, args: Arguments, scratch: torch.Tensor) -> None:
+            tensors = (args.x, args.x_scale, args.w13_scale, args.act_scale)
+            if gate_up.compiled:
+                base = scratch.data_ptr()
+                desc = gate_up.descriptor(0, args.w13.data_ptr(), args.w13, w13_shape, w13_strides)
+                pointers = [base if t is None else t.data_ptr() for t in tensors]
+                places = [base + at for at in up_places]
+            else:
+                floats = scratch.view(torch.float32)
+                box = [1, 8, 2, 8, 128]
+                desc = (hopper.TensorDescriptor(args.w13, w13_shape, w13_strides, box, up.W_BOX),)
+                pointers = [floats if t is None else t for t in tensors]
+                places = [
+                    *self._words(scratch, *tiles, "counters"), floats[layout.parts // 4 :],
+                    scratch[layout.act :].view(torch.float8_e4m3fn), floats[layout.act_scale // 4 :],
+                ]  # fmt: skip
+            gate_up(up_grid, stream, (*desc, *pointers, *places, *up_fixed))
+
+        def run_down(stream: int, args: Arguments, scratch: torch.Tensor) -> None:
+            act = scratch[layout.act :].view(torch.float8_e4m3fn)
+            if product.compiled:
+                base = scratch.data_ptr()
+                w_desc = product.descriptor(0, args.w2.data_ptr(), args.w2, w2_shape, w2_strides)
+                a_desc = product.descriptor(1, base + layout.act, act, a_shape, a_strides)
+                scale, places = args.w2_scale.data_ptr(), [base + at for at in down_places]
+            else:
+                w_desc = (
+                    hopper.TensorDescriptor(args.w2, w2_shape, w2_strides, [1, 128, down.BK], down.W_BOX),
+                )
+                a_desc = (hopper.TensorDescriptor(act, a_shape, a_strides, [down.N, down.BK], down.TILE),)
+                scale = args.w2_scale
+                places = [
+                    scratch.view(torch.float32)[layout.act_scale // 4 :], *self._words(scratch, *tiles),
+                    scratch.view(torch.bfloat16)[layout.y // 2 :],
+                ]  # fmt: skip
+            product(down_grid, stream, (*w_desc, *a_desc, scale, *places, *down_fixed))
+
+        return run_up, run_down
+
+    def _configs(self, up_config: Any, down_config: Any) -> tuple[Any, Any]:
+        key, up, down = self.key, self.plan.up, self.plan.down
+        assert up is not None and down is not None
+        common = {
+            "H": key.hidden,
+            "I": key.inter,
+            "N": self.plan.tile,
+            "BLOCK": key.block_scales,
+            "PDL": self.pdl,
+        }
+        return (
+            up_config(
+                **common, KS=up.boxes, STAGES=up.stages, WARPS=up.warps, PWARPS=up.producer_warps,
+                BF16_MUL=key.bf16_mul, SPLIT=not up.shared_order, LAG=min(2, up.stages - 1),
+            ),
+            down_config(
+                **common, BK=down.box, KS=down.boxes, STAGES=down.stages, WARPS=down.warps, SPREAD=down.shared_order
+            ),
+        )  # fmt: skip
+
+    def _options(self, product: plan.Product | None) -> dict[str, Any]:
+        """Registers are given out evenly over all warps, those of the producer rounded up to four."""
+        assert product is not None
+        threads = 32 * (product.warps + 4) * product.per_sm
+        registers = min(232, 65536 // threads // 8 * 8)
+        return {"num_warps": product.warps, "maxnreg": registers, "launch_pdl": self.pdl}
 
     def _weighted_sum(self, shared: bool, stride_out: int) -> Launch:
         from hpc.moe import route

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_TOP_K = 128
 MAX_EXPERTS = 4096  # a histogram of this many bins is what one program of the index build holds
@@ -12,6 +12,7 @@ SCRATCH_LIMIT = (
 )  # bytes: longer inputs run in chunks of tokens, so that scratch does not grow without end
 MIN_CHUNK_TOKENS = 1024
 ALIGN = 256
+SM_SHARED = 227 * 1024  # bytes of an SM that its programs share
 
 
 def power_of_two(n: int) -> int:
@@ -57,29 +58,87 @@ class Key:
 
 
 @dataclass(frozen=True)
+class Product:
+    """How the SM90 kernels run one of the two grouped products.
+
+    `box` bytes along the contraction in a shared-memory box, `boxes` of them in a stage. `shared_order`: programs take
+    items in turn, so that all of them work on the same weights at a time; else each takes an equal contiguous run,
+    which the gate-up product cuts inside items.
+    """
+
+    box: int
+    boxes: int
+    stages: int
+    warps: int
+    producer_warps: int
+    per_sm: int
+    shared_order: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a call runs.
 
     `tile`: rows of a tile, the token side of the matrix products. `chunk`: pairs that one program of the index build
-    places. `fused_index`: one launch builds the index.
+    places. `fused_index`: one launch builds the index. `up`, `down`: only for the backend "sm90".
     """
 
     backend: str  # "sm90" or "portable"
     tile: int
     chunk: int
     fused_index: bool
+    up: Product | None = None
+    down: Product | None = None
+
+
+def sm90_reason(key: Key) -> str | None:
+    """Why the SM90 kernels cannot run `key`, or None."""
+    if not key.sm90:
+        return "needs a GPU of compute capability 9.x"
+    if key.block_scales and key.inter % 64:
+        return "with block scales, I must be a multiple of 64: the blocks of gate and up rows would not meet tiles"
+    return None
+
+
+def stage_bytes(key: Key, tile: int, product: Product, up: bool) -> int:
+    """Shared memory of one stage."""
+    scales = 4 * tile if up and key.block_scales else 0
+    return product.boxes * ((128 + tile) * product.box + scales)
+
+
+def reserve(tile: int, up: bool) -> int:
+    """Shared memory of a program beside its stages: barriers, the system's share, and a tile on its way out."""
+    return 3072 + (64 if up else 256) * tile
 
 
 def is_legal(plan: Plan, key: Key) -> str | None:
     """Why `plan` cannot run `key`, or None."""
     if plan.backend not in ("sm90", "portable"):
         return f"unknown backend {plan.backend!r}"
-    if plan.tile not in (8, 16, 32, 64, 128) or (plan.backend == "portable" and plan.tile < 16):
+    if plan.tile not in (8, 16, 32, 64, 128, 256) or (
+        plan.backend == "portable" and not 16 <= plan.tile <= 128
+    ):
         return f"tile {plan.tile}"
     if plan.chunk < 16 or plan.chunk & (plan.chunk - 1):
         return f"chunk {plan.chunk} is no power of two >= 16"
     if plan.fused_index and key.pairs > FUSED_PAIRS:
         return f"one launch counts at most {FUSED_PAIRS} pairs"
+    if plan.backend == "portable":
+        return None
+    reason = sm90_reason(key)
+    if reason is not None:
+        return reason
+    for name, product in (("up", plan.up), ("down", plan.down)):
+        if product is None:
+            return f"no {name} product"
+        if product.box not in ((128,) if name == "up" else (64, 128)):
+            return f"{name}: box {product.box}"
+        if product.warps not in (4, 8) or product.producer_warps not in (1, 2, 4):
+            return f"{name}: {product.warps} + {product.producer_warps} warps"
+        stages = product.stages * stage_bytes(key, plan.tile, product, name == "up")
+        needed = product.per_sm * (stages + reserve(plan.tile, name == "up"))
+        if needed > SM_SHARED:
+            return f"{name}: {needed} bytes of shared memory on an SM"
     return None
 
 
@@ -89,9 +148,43 @@ def choose(key: Key) -> Plan:
     # the pairwise comparison inside a chunk is quadratic; more than 128 pairs a chunk pay off only with many chunks
     chunk = max(16, min(power_of_two(key.pairs), 128 if key.pairs <= 8192 else 256))
     rows = key.rows_per_expert
+    if sm90_reason(key) is None:
+        tile, up, down = choose_sm90(key)
+        return Plan("sm90", tile, chunk, fused, up, down)
     # matrix instructions of the portable kernels take 16 rows at least; a taller tile would mostly multiply zeros
     tile = 16 if rows <= 12 else 32 if rows <= 24 else 64
     return Plan("portable", tile, chunk, fused)
+
+
+def choose_sm90(key: Key) -> tuple[int, Product, Product]:
+    """(tile, up, down) for the SM90 kernels."""
+    rows = key.rows_per_expert
+    # room for the spread of random routing around the mean; a second tile of an expert reads its weights again
+    tile = next((n for n, most in ((8, 4), (16, 10), (32, 24), (64, 48)) if rows <= most), 128)
+    warps = 4 if tile <= 32 else 8
+    boxes = 2 if tile <= 32 or not key.block_scales else 1
+    producer = {8: 1, 16: 2}.get(tile, 4)
+    # several tiles an expert and several items a program: sharing weights in the L2 beats equal runs
+    big = rows >= 128 and key.pairs // tile * ceil_div(key.inter, 64) >= 4 * key.sms
+    up = fill(key, tile, Product(128, boxes, 1, warps, producer, 1, big), True)
+    # 64-byte boxes where a last box of 128 would be mostly past the end of a row
+    box = 64 if 0 < key.inter % 128 <= 64 else 128
+    count = ceil_div(key.inter, box)
+    boxes = (
+        count
+        if count <= 3 and tile <= 32
+        else 2
+        if count % 2 == 0 and (tile <= 32 or not key.block_scales)
+        else 1
+    )
+    down = fill(key, tile, Product(box, boxes, 1, warps, 1, 1, big), False)
+    return tile, up, down
+
+
+def fill(key: Key, tile: int, product: Product, up: bool) -> Product:
+    """The product with as many stages as shared memory holds, at most 8."""
+    room = SM_SHARED // product.per_sm - reserve(tile, up)
+    return replace(product, stages=max(2, min(8, room // stage_bytes(key, tile, product, up))))
 
 
 @dataclass(frozen=True)
@@ -130,8 +223,11 @@ def scratch(key: Key, plan: Plan) -> Scratch:
     # a tile is full or the last of its expert
     max_tiles = min(pairs, key.num_experts + pairs // plan.tile)
     act_stride = ceil_div(key.inter, 16) * 16
-    num_counters = 0
-    parts = 0
+    num_counters = parts = 0
+    if plan.up is not None and not plan.up.shared_order:
+        halves = 2 if key.block_scales else 1
+        num_counters = max_tiles * ceil_div(key.inter, 64 * halves)
+        parts = 4 * 128 * plan.tile * halves * 2 * plan.up.per_sm * key.sms
     sizes = {
         "counts": 0 if plan.fused_index else 4 * chunks * bins,
         "totals": 4 * bins,

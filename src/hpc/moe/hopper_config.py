@@ -1,0 +1,127 @@
+"""Compile-time facts of the SM90 kernels of the fused MoE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triton.experimental.gluon import language as gl
+
+
+class _Facts:
+    """Fields and derived values as text: Triton's cache knows a kernel by it, so a changed rule must change it."""
+
+    def __repr__(self) -> str:
+        derived = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
+        shown = (f"{n}={getattr(self, n)}" for n in (*self.__dataclass_fields__, *derived))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class UpConfig(_Facts):
+    """The gate-up kernel. A tile is 64 columns of gate and the same of up, for N rows; HALVES tiles make an item."""
+
+    H: int
+    I: int
+    N: int  # rows (tokens) of a tile: 8 to 256
+    KS: int  # blocks of 128 along H in a stage
+    STAGES: int
+    WARPS: int  # of the consumer: 4 or 8
+    PWARPS: int  # of the producer
+    BLOCK: bool  # 128x128 block scales
+    BF16_MUL: bool
+    SPLIT: bool  # programs take equal runs of stages, across items; else whole items in turn
+    PDL: bool
+    LAG: int = 2  # stages that gathered rows may be late when they are handed over
+    PRODUCER_REGS: int = 56
+
+    @property
+    def HALVES(self) -> int:
+        """Tiles of an item: block scales need all 128 columns of a group of the activations together."""
+        return 2 if self.BLOCK else 1
+
+    @property
+    def RT(self) -> int:
+        """Items along I."""
+        return -(-self.I // (64 * self.HALVES))
+
+    @property
+    def KB(self) -> int:
+        return -(-self.H // 128)
+
+    @property
+    def KU(self) -> int:
+        """Stages of a tile."""
+        return -(-self.KB // self.KS)
+
+    @property
+    def UNITS(self) -> int:
+        """Stages of an item."""
+        return self.KU * self.HALVES
+
+    @property
+    def W_BOX(self):
+        return gl.NVMMASharedLayout(128, 8, rank=5)
+
+    @property
+    def TILE(self):
+        return gl.NVMMASharedLayout(128, 8, rank=2)
+
+    @property
+    def MMA(self):
+        return gl.NVMMADistributedLayout([3, 0], [self.WARPS, 1], [16, self.N, 32])
+
+    @property
+    def GATHER(self):
+        """Rows of x by 16-byte pieces."""
+        return gl.BlockedLayout([1, 16], [4, 8], [self.PWARPS, 1], [1, 0])
+
+    @property
+    def OUT(self):
+        """[64, N] with eight columns of the activations, 8 bytes, in a thread."""
+        return gl.BlockedLayout([8, 1], [8, 4], [1, self.WARPS], [0, 1])
+
+
+@dataclass(frozen=True, repr=False)
+class DownConfig(_Facts):
+    """The down kernel. A tile is 128 columns of the output for N rows."""
+
+    H: int
+    I: int
+    N: int
+    BK: int  # bytes of a row in a box: 64 or 128
+    KS: int  # boxes along I in a stage
+    STAGES: int
+    WARPS: int
+    BLOCK: bool
+    SPREAD: bool  # items in turn, so that the programs share an expert's weights; else equal runs of items
+    PDL: bool
+    PRODUCER_REGS: int = 40
+
+    @property
+    def RT(self) -> int:
+        return -(-self.H // 128)
+
+    @property
+    def KB(self) -> int:
+        return -(-self.I // self.BK)
+
+    @property
+    def KU(self) -> int:
+        return -(-self.KB // self.KS)
+
+    @property
+    def W_BOX(self):
+        return gl.NVMMASharedLayout(self.BK, 8, rank=3)
+
+    @property
+    def TILE(self):
+        return gl.NVMMASharedLayout(self.BK, 8, rank=2)
+
+    @property
+    def MMA(self):
+        return gl.NVMMADistributedLayout([3, 0], [self.WARPS, 1], [16, self.N, 32])
+
+    @property
+    def OUT(self):
+        """[128, N] with eight columns of the output, 16 bytes, in a thread."""
+        return gl.BlockedLayout([8, 1], [16, 2], [1, self.WARPS], [0, 1])
