@@ -48,10 +48,10 @@ class Arguments(NamedTuple):
 def call(x: Arguments) -> int:
     """Check every argument; the number of query heads."""
     name = x.function
+    checks.dtype(name, "qkv", x.qkv, BF16)
     _caches(x)
     kv_heads, head_dim = x.key_cache.shape[2:]
     v_dim = x.value_cache.shape[3]
-    checks.dtype(name, "qkv", x.qkv, BF16)
     checks.ndim(name, "qkv", x.qkv, 2, "Pass the projection's output, [tokens, q heads | k heads | v heads].")
     checks.inner_contiguous(name, "qkv", x.qkv)
     rest = x.qkv.shape[1] - kv_heads * (head_dim + v_dim)

@@ -1,0 +1,61 @@
+"""Tiles cover every token and head once; what the analytic choice gives is legal."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hpc.rope import case_lists, plan
+
+
+@pytest.mark.parametrize("in_tile", [1, 2, 4, 8, 16, 32, 64])
+def test_tiles_are_whole_and_waste_little(in_tile: int) -> None:
+    for heads in range(1, 130):
+        tokens, block = plan.tile(heads, in_tile)
+        assert tokens * block == in_tile
+        padded = -(-heads // block) * block
+        assert padded < heads + block
+        if heads % in_tile == 0 or heads & (heads - 1) == 0:
+            assert padded == heads, "nothing is wasted where the sizes allow it"
+
+
+def test_programs_cover_all() -> None:
+    for tokens, heads, in_tile in itertools.product((0, 1, 5, 64, 1000), (1, 5, 8, 64), (1, 16, 64)):
+        tile = plan.tile(heads, in_tile)
+        count = plan.programs(tokens, heads, *tile)
+        assert count * in_tile >= tokens * heads
+        assert (count == 0) == (tokens == 0)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("tokens", [0, 1, 64, 8192, 131072])
+def test_the_choice_is_legal(dim: int, tokens: int) -> None:
+    for heads in ((1, 1), (8, 1), (64, 8), (28, 4)):
+        key = plan.Key(tokens, *heads, dim, dim)
+        assert plan.is_legal(plan.choose(key), key) is None
+
+
+@pytest.mark.parametrize("case", case_lists.bench_cases(), ids=lambda case: case.name)
+def test_the_choice_for_measured_cases(case: case_lists.Case) -> None:
+    p = case.params
+    key = plan.Key(p.tokens, p.q_heads, p.kv_heads, p.head_dim, p.value_dim)
+    assert plan.is_legal(plan.choose(key), key) is None
+
+
+@pytest.mark.parametrize(("heads", "warps"), [(0, 4), (3, 4), (16, 3), (512, 4), (64, 1)])
+def test_what_is_not_legal(heads: int, warps: int) -> None:
+    assert plan.is_legal(plan.Plan(heads, warps), plan.Key(8, 8, 1, 128, 128)) is not None
+
+
+def test_every_pair_of_choices_occurs_in_the_grid() -> None:
+    rows = case_lists.covering()
+    seen = {(a, row[a], b, row[b]) for row in rows for a, b in itertools.combinations(case_lists.AXES, 2)}
+    missing = [
+        (a, x, b, y)
+        for a, b in itertools.combinations(case_lists.AXES, 2)
+        for x in case_lists.AXES[a]
+        for y in case_lists.AXES[b]
+        if (a, x, b, y) not in seen and not ({a, b} == {"dims", "layout"} and "joint" in (x, y))
+    ]
+    assert missing == []
