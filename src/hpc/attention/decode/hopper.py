@@ -10,8 +10,9 @@ padding), for the tokens of each of WT warp groups:
     m', l', a  = online softmax in base 2 over the warp's own tokens: no cross-warp traffic in the loop
     O[d, r]    = a O[d, r] + sum_tok V[tok, d] P[tok, r]     V by ldmatrix.trans, P 16-bit in registers
 
-Warp groups merge (m, l, O) once at the end of a request. e4m3 K and V are viewed in shared memory as int16 pairs:
-one `prmt` and two `cvt` turn a pair into two exact f16 values, even elements multiply even, odd multiply odd.
+Warp groups merge (m, l, O) once at the end of a request. e4m3 K and V are viewed in shared memory as int16 pairs, and
+`cvt` makes exact f16 of them. For V a `prmt` first brings neighbours along the tokens together: even elements of the
+pairs make one operand, odd ones another. For K the order along d is free as long as Q has the same: no `prmt`.
 
 K and V arrive by TMA from the cache as it is, rank 4 [page, token, head, d] with any strides, in boxes of
 min(P, 64) tokens by 128 bytes. TMA clips coordinates, so no page id can reach outside the cache.
@@ -257,14 +258,17 @@ def _mask_scores(s, n0, length, end, row0, window, MMA: gl.constexpr, C: gl.cons
 
 
 @gluon.jit
-def _finish(acc, m, l, b, h, row0, length, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr,
-            stride_o_tok, stride_o_head, num_q_heads, MMA: gl.constexpr, C: gl.constexpr):  # fmt: skip
+def _finish(acc, m, l, b, h, row0, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr,
+            stride_o_tok, stride_o_head, num_q_heads, C: gl.constexpr):  # fmt: skip
     """Merge the warp groups of a finished request; write its output, or its partial when it has other chunks."""
     NV: gl.constexpr = C.NV
+    LG: gl.constexpr = gl.SliceLayout(1, C.MERGE)  # all groups of a row, and of an element below, in one thread
+    m = gl.convert_layout(m, LG)
+    l = gl.convert_layout(l, LG)
     m_all = gl.max(m, 0)
     weight = gl.exp2(m - gl.expand_dims(m_all, 0))
     l_all = gl.sum(l * weight, 0)
-    LM: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, MMA))
+    LM: gl.constexpr = gl.SliceLayout(0, LG)
     rr = gl.arange(0, C.R, LM) + row0
     head = h * C.G + rr % C.G
     if whole:
@@ -275,14 +279,11 @@ def _finish(acc, m, l, b, h, row0, length, whole, slot, o_ptr, lse_ptr, part_ptr
         if C.LSE:
             lse = gl.where(l_all > 0, (m_all + gl.log2(l_all)) / _LOG2E, float("-inf"))
             gl.store(lse_ptr + (b * C.S + rr // C.G) * num_q_heads + head, lse, mask=rr < C.ROWS)
-        scale = gl.where(l_all > 0, vs / l_all, 0.0)
+        weight = weight * gl.expand_dims(gl.where(l_all > 0, vs / l_all, 0.0), 0)
     else:
         ml = ml_ptr + ((slot.to(gl.int64) * C.HKV + h) * C.ROWS + rr) * 2
         gl.store(ml, m_all, mask=rr < C.ROWS)
         gl.store(ml + 1, l_all, mask=rr < C.ROWS)
-        scale = gl.full([C.R], 1.0, gl.float32, LM)
-    # Through shared memory to a layout where the groups of an element meet in one thread.
-    scale = gl.convert_layout(scale, gl.SliceLayout(0, gl.SliceLayout(0, C.MERGE)))
     i = gl.expand_dims(gl.arange(0, C.DPV, gl.SliceLayout(1, gl.SliceLayout(0, C.MERGE))), 1)
     r = gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, gl.SliceLayout(0, C.MERGE))), 0) + row0
     mask = (r < C.ROWS) & (i >= 0)
@@ -291,7 +292,7 @@ def _finish(acc, m, l, b, h, row0, length, whole, slot, o_ptr, lse_ptr, part_ptr
     part = part_ptr + ((slot.to(gl.int64) * C.HKV + h) * C.ROWS + r) * C.DV
     weight = gl.expand_dims(weight, 1)
     for piece in gl.static_range(NV):
-        o = gl.sum(gl.convert_layout(acc[piece] * weight, C.MERGE), 0) * gl.expand_dims(scale, 0)
+        o = gl.sum(gl.convert_layout(acc[piece], C.MERGE) * weight, 0)
         if C.FP8:
             d = i * 2 + (piece // 2) * C.DBV + piece % 2
         else:
@@ -433,8 +434,8 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
         else:
             whole = (first_tile == lo) & (t_hi == full)
             slot = 2 * g + gl.where(first_tile == lo, 1, 0)
-        _finish(acc, m, gl.sum(l, 1), b, h, row0, length, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr,
-                stride_o_tok, stride_o_head, num_q_heads, MMA, C)  # fmt: skip
+        _finish(acc, m, gl.sum(l, 1), b, h, row0, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr,
+                stride_o_tok, stride_o_head, num_q_heads, C)  # fmt: skip
         if C.FUSED:
             if not whole:
                 begins = first_tile == lo
