@@ -22,6 +22,13 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time the table below 
     )
     from hpc.common.quant import QuantType
     from hpc.common.warmup import warmup
+    from hpc.gemm import (
+        RouterWeight,
+        gemm_bf16xfp32,
+        get_gemm_bf16xfp32_workspace,
+        router_topk,
+        split_router_weight,
+    )
     from hpc.rope import quantize_query_fp8, rope_norm_store_kv, rope_norm_store_kv_fp8
     from hpc.moe import fuse_moe, fuse_moe_blockwise, fuse_moe_blockwise_fp8, fuse_moe_pertensor_fp8
 
@@ -30,6 +37,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time the table below 
 # Public name -> the module that holds it.
 _PUBLIC: dict[str, str] = {
     "QuantType": "hpc.common.quant",
+    "RouterWeight": "hpc.gemm",
     "assign_attention_decode_task": "hpc.attention",
     "attention_decode_bf16": "hpc.attention",
     "attention_decode_fp8": "hpc.attention",
@@ -37,20 +45,25 @@ _PUBLIC: dict[str, str] = {
     "fuse_moe_blockwise": "hpc.moe",
     "fuse_moe_blockwise_fp8": "hpc.moe",
     "fuse_moe_pertensor_fp8": "hpc.moe",
+    "gemm_bf16xfp32": "hpc.gemm",
     "get_attention_decode_scratch_size": "hpc.attention",
     "get_attention_decode_task_workspace": "hpc.attention",
+    "get_gemm_bf16xfp32_workspace": "hpc.gemm",
     "print_attention_decode_task": "hpc.attention",
     "quantize_query_fp8": "hpc.rope",
     "rope_norm_store_kv": "hpc.rope",
     "rope_norm_store_kv_fp8": "hpc.rope",
+    "router_topk": "hpc.gemm",
+    "split_router_weight": "hpc.gemm",
     "warmup": "hpc.common.warmup",
 }
 
 # Submodules that can be reached as attributes without an import of their own.
-_MODULES = ("attention", "bench", "common", "moe", "rope", "testing")
+_MODULES = ("attention", "bench", "common", "gemm", "moe", "rope", "testing")
 
 __all__ = [
     "QuantType",
+    "RouterWeight",
     "__built_json__",
     "__version__",
     "assign_attention_decode_task",
@@ -60,12 +73,16 @@ __all__ = [
     "fuse_moe_blockwise",
     "fuse_moe_blockwise_fp8",
     "fuse_moe_pertensor_fp8",
+    "gemm_bf16xfp32",
     "get_attention_decode_scratch_size",
     "get_attention_decode_task_workspace",
+    "get_gemm_bf16xfp32_workspace",
     "print_attention_decode_task",
     "quantize_query_fp8",
     "rope_norm_store_kv",
     "rope_norm_store_kv_fp8",
+    "router_topk",
+    "split_router_weight",
     "warmup",
 ]
 

@@ -1,0 +1,1 @@
+"""Router product BF16 x FP32 and expert choice."""
