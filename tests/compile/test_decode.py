@@ -19,8 +19,10 @@ SHARED_MEMORY = 227 * 1024  # bytes a CTA of SM90 may use
 GLUON = "_decode_sm90_kernel"
 # Bytes of spill stores and loads together that are allowed, by kernel.
 SPILLS = {GLUON: 0, "_merge_kernel": 0, "_assign_kernel": 0, "_decode_attention_kernel": 16}
-# Triton 3.8.0 spills in two kernels that 3.6.0, which ships with torch 2.11, compiles without spills: measured, + 16.
-SPILLS_OF_NEWEST = {"bf16 8/1 d128 4 new tokens": 208 + 16, "assign": 24 + 16}
+# Triton 3.8.0 spills in kernels that 3.6.0, which ships with torch 2.11, compiles without spills: measured, + 16.
+SPILLS_OF_NEWEST = {
+    "bf16 8/1 d128 4 new tokens": 208 + 16, "fp8 12/1 d128 4 new tokens": 32 + 16, "assign": 24 + 16,
+}  # fmt: skip
 
 pytestmark = pytest.mark.compile
 
@@ -65,6 +67,6 @@ def test_kernels_compile_as_designed(
 ) -> None:
     reports = compile_all(version, root, clean_environ, tmp_path)
     kernels = [report["kernel"] for report in reports]
-    expected = {GLUON: 18, "_decode_attention_kernel": 2, "_merge_kernel": 4, "_assign_kernel": 1}
+    expected = {GLUON: 19, "_decode_attention_kernel": 2, "_merge_kernel": 4, "_assign_kernel": 1}
     assert {kernel: kernels.count(kernel) for kernel in set(kernels)} == expected
     assert [line for report in reports for line in complaints(report)] == []

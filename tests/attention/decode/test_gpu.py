@@ -63,32 +63,6 @@ def test_long_requests_merge_in_a_fixed_order(dtype: str, lens: tuple[int, ...])
         assert torch.equal(first, cases.attend(inputs, task_map))
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "bf16"])
-def test_batch_invariant_bits(dtype: str) -> None:
-    """A request alone gives the bits it gives in a batch."""
-    lens = (5000, 1, 64, 700)
-    many = cases.make_tensors(case_lists.DecodeCase(lens, 8, 1, dtype=dtype, dynamic=False), "cuda", seed=4)
-    whole = cases.attend(many, None, batch_invariant=True)
-    cache, scales = many.cache, (many.kscale, many.vscale)
-    import hpc
-
-    for b in range(len(lens)):
-        tensors = (
-            many.q[b : b + 1],
-            cache.kcache,
-            cache.vcache,
-            cache.block_ids[b : b + 1],
-            many.seq_lens[b : b + 1],
-        )
-        common = {"new_kv_included": True, "batch_invariant": True}
-        if dtype == "fp8":
-            assert many.qscale is not None
-            alone = hpc.attention_decode_fp8(*tensors, many.qscale[b : b + 1], *scales, **common)
-        else:
-            alone = hpc.attention_decode_bf16(*tensors, **common)
-        assert torch.equal(alone[0], whole[b]), f"request {b}"
-
-
 def test_map_of_another_call_gives_nan_in_bounds() -> None:
     params = case_lists.DecodeCase((300, 65, 1000), 8, 1)
     inputs = cases.make_tensors(params, "cuda", seed=5)

@@ -44,10 +44,9 @@ def unpack_plan(words: list[int] | None) -> Plan | None:
     """The plan of `pack_plan`'s ints."""
     if words is None:
         return None
-    backend, ctas, rows, warps_tok, warps_row, stages, registers, splits, chunk = words
-    return Plan(
-        _BACKENDS[backend], ctas, rows, warps_tok, warps_row, stages, registers or None, splits, chunk
-    )  # type: ignore[arg-type]
+    backend: Any = _BACKENDS[words[0]]
+    ctas, rows, warps_tok, warps_row, stages, registers, splits, chunk = words[1:]
+    return Plan(backend, ctas, rows, warps_tok, warps_row, stages, registers or None, splits, chunk)
 
 
 def _public(name: str) -> Callable[..., Any]:
