@@ -51,7 +51,9 @@ def gemm_bf16xfp32(
     output: torch.Tensor | None = None,
     plan: Plan | None = None,
 ) -> torch.Tensor:
-    """x @ w^T for an FP32 weight given as BF16 parts: x @ w_high^T + scale * (x @ w_low^T) (+ scale^2 * (x @ w_third^T)).
+    """x @ w^T for an FP32 weight given as BF16 parts.
+
+    The result is x @ w_high^T + scale * (x @ w_low^T), with a third part + scale^2 * (x @ w_third^T).
 
     All products accumulate in FP32 and meet there; a BF16 output is rounded once. Equal shapes and values give equal
     bits. Runs on the current stream, synchronises nothing, and can be captured in a CUDA graph. No state is shared
@@ -93,10 +95,10 @@ def split_router_weight(
 ) -> RouterWeight:
     """BF16 parts of an FP32 weight, made once and kept with the weight.
 
-    weight = high + scale * low (+ scale^2 * third), each part the rest of the ones before, rounded to nearest. Two parts
-    leave at most 2^-17 of a normal weight, three restore it; weights beyond BF16's range stay finite. Writing to the
-    weight, replacing or moving its storage makes new parts at the next call; one that changed cannot be split during a
-    CUDA-graph capture.
+    weight = high + scale * low (+ scale^2 * third), each part the rest of the ones before, rounded to nearest. Two
+    parts leave at most 2^-17 of a normal weight, three restore it; weights beyond BF16's range stay finite. Writing to
+    the weight, replacing or moving its storage makes new parts at the next call; one that changed cannot be split
+    during a CUDA-graph capture.
 
     Args:
         weight: float32 [n, k], any strides.
@@ -132,10 +134,10 @@ def router_topk(
 ) -> tuple[torch.Tensor, ...]:
     """Router logits and the choice of experts, in two launches: product, then scores, groups, top-k, weights.
 
-    scores = softmax or sigmoid of x @ weight^T. With a bias, experts are chosen by score + bias and groups by the sum of
-    their best two; without, by logit and the group's best one. Weights are the scores without bias, optionally divided
-    by their sum, times routed_scaling. Of equals the lower id comes first. Rules for streams, graphs and weights as in
-    `gemm_bf16xfp32`.
+    scores = softmax or sigmoid of x @ weight^T. With a bias, experts are chosen by score + bias and groups by the sum
+    of their best two; without, by logit and the group's best one. Weights are the scores without bias, optionally
+    divided by their sum, times routed_scaling. Of equals the lower id comes first. Rules for streams, graphs and
+    weights as in `gemm_bf16xfp32`.
 
     Args:
         x: BF16 [m, k], inner dim packed.

@@ -68,7 +68,8 @@ def gemm(
     if signature:
         try:
             signature += (
-                use_fp32_output is True, chosen, None if split_flag is None else (split_flag.dtype, split_flag.get_device()),
+                use_fp32_output is True, chosen,
+                None if split_flag is None else (split_flag.dtype, split_flag.get_device()),
                 None if output is None else (output.data_ptr() % 16, _facts(output)),
             )  # fmt: skip
         except (AttributeError, TypeError):

@@ -77,7 +77,7 @@ def _producer(
     stage = 0
     phase = 1
     while unit < num_units:
-        m0, n0, split, lo, hi = _unit(unit, n_end, k_end, splits, C)
+        m0, n0, _, lo, hi = _unit(unit, n_end, k_end, splits, C)
         for k in range(lo, hi):
             bar = full_bars.index(stage)
             if early > 0:

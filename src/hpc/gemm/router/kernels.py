@@ -77,8 +77,8 @@ def _router_block_kernel(
 ):  # fmt: skip
     """Any n, k and row strides: one [BLOCK_M, BLOCK_N] tile of one split of K a program.
 
-    Grid: (weight-row tiles * token tiles, 1, splits), weight rows fastest; a split takes `steps` blocks of K. PARTIAL: out_ptr is fp32
-    [splits, num_tokens, n_end], added by `_router_sum_kernel`; else it is the output and splits 1.
+    Grid: (weight-row tiles * token tiles, 1, splits), weight rows fastest; a split takes `steps` blocks of K.
+    PARTIAL: out_ptr is fp32 [splits, num_tokens, n_end], added by `_router_sum_kernel`; else the output, splits 1.
     """
     pdl_launch(PDL)
     pdl_wait(PDL)
