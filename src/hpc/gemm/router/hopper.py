@@ -65,7 +65,7 @@ def _producer(
     """One warp that keeps STAGES of K under way, across units."""
     STAGES: gl.constexpr = C.STAGES
     unit = gl.program_id(0)
-    m0, n0, split, lo, hi = _unit(unit, n_end, k_end, splits, C)
+    m0, n0, _, lo, hi = _unit(unit, n_end, k_end, splits, C)
     early = 0
     if C.EARLY:
         # The preceding kernel does not write the weights, so the first stages' start before it ends.

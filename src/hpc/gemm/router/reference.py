@@ -111,5 +111,5 @@ def qwen3(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def longcat_flash(
     logits: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """LongCat-Flash: 512 experts and 256 zero experts; softmax over all, bias for selection, 12, scaled by 6, no sum."""
+    """LongCat-Flash: 512 experts and 256 zero experts; softmax over all, bias for selection, 12, scaled by 6."""
     return topk_reference(logits, 12, bias=bias, routed_scaling=6.0, num_zero_experts=256)
