@@ -14,10 +14,12 @@ Where the device has no e4m3 conversion (SM80, the interpreter) the caller passe
 import triton
 import triton.language as tl
 
+from hpc.attention.decode import plan
 from hpc.common.triton_helpers import e4m3_bytes_to_fp16, pdl_launch, pdl_wait, round_to_bf16, to_bf16
 
-TILE = tl.constexpr(64)  # tokens per KV tile, the unit of the schedule
-ENTRY = tl.constexpr(8)  # int32 words per bin in the task map
+TILE = tl.constexpr(plan.TILE)
+ENTRY = tl.constexpr(plan.ENTRY_WORDS)
+LONGEST = tl.constexpr(plan.LONGEST)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FIRST_MAX = tl.constexpr(
@@ -105,7 +107,7 @@ def store_result(
 
 @triton.jit
 def _attend(
-    q, row_scale, row_end, first_tile, last_tile, length, b, h, page_ids_ptr,
+    q, row_scale, row_end, first_tile, last_tile, length, h, page_ids_ptr,
     k_ptr, v_ptr, kscale_ptr, num_pages,
     stride_k_page, stride_k_tok, stride_k_head, stride_v_page, stride_v_tok, stride_v_head,
     stride_ks_page, stride_ks_row, stride_ks_head, window, logit_cap,
@@ -235,7 +237,7 @@ def _decode_attention_kernel(
     FP8: tl.constexpr = QUANT_TYPE >= 0
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_d = tl.arange(0, BLOCK_D)
-    capacity = (tl.minimum(max_pages.to(tl.int64) * PAGE, 2147483647 - 4 * TILE)).to(tl.int32)
+    capacity = (tl.minimum(max_pages.to(tl.int64) * PAGE, LONGEST)).to(tl.int32)
     pdl_wait(PDL)
     pdl_launch(PDL)
 
@@ -291,7 +293,7 @@ def _decode_attention_kernel(
                 qscale_ptr + token * stride_qs_tok + head, mask=rows < R, other=0.0
             )
         acc, m, l = _attend(
-            _widen(q, INTERPRET), row_scale, length - S + 1 + rows // G, t, t_stop, length, b, h,
+            _widen(q, INTERPRET), row_scale, length - S + 1 + rows // G, t, t_stop, length, h,
             block_ids_ptr + b.to(tl.int64) * stride_ids, k_ptr, v_ptr, kscale_ptr, num_pages,
             stride_k_page, stride_k_tok, stride_k_head, stride_v_page, stride_v_tok, stride_v_head,
             stride_ks_page, stride_ks_row, stride_ks_head, window, logit_cap,
