@@ -124,7 +124,7 @@ def _products(xbuf, bufs, full_bars, empty_bars, stage, phase, lo, hi, C: gl.con
     acc0 = gl.full([C.BM, 2 * C.P0], 0.0, gl.float32, C.MMA0)
     acc1 = gl.full([C.BM, 2 * C.P1 if C.P1 else 2], 0.0, gl.float32, C.MMA1 if C.P1 else C.MMA0)
     acc3 = gl.full([C.BM, C.P0], 0.0, gl.float32, C.MMA3)
-    last = stage
+    last = stage + 0  # a name of its own: an alias of `stage` would not be carried through the loop
     for k in range(lo, hi):
         mbarrier.wait(full_bars.index(stage), phase)
         x = xbuf.index(stage)

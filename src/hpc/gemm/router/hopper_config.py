@@ -111,11 +111,10 @@ class TileConfig(_Shown):
         return 4 if self.BM == 64 else 8
 
     @property
-    def REGISTERS(self) -> int | None:
-        """Registers a thread at launch; the small tiles' are low so that other kernels' CTAs fit beside them."""
-        if self.BM == 128:
-            return 168
-        return {32: 80, 64: 112}.get(self.BN) if self.TERMS == 2 else None
+    def REGISTERS(self) -> int:
+        """Registers a thread at launch: accumulators and 48, so that CTAs of the next kernel fit beside this one's."""
+        columns = self.TERMS * self.BN + (self.BN if self.PROMOTE else 0)
+        return min(168, self.BM * columns // (32 * self.WARPS) + 48)
 
     @property
     def BOX(self) -> int:
