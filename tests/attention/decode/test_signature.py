@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,9 @@ class OnGpu:
     def get_device(self) -> int:
         return self.device
 
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
 
 TENSORS: dict[str, Any] = {
     "q": OnGpu((4, 8, 128), FP8), "kcache": OnGpu((9, 64, 1, 128), FP8), "vcache": OnGpu((9, 64, 1, 128), FP8),
@@ -57,19 +60,28 @@ class Known:
         self.values.append((tensors_and_values[8], tensors_and_values[9]))
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Known]:
+def equal_metadata(tensors: list[OnGpu]) -> Any:
+    """As `metadata_check`, for these stand-ins."""
+    return lambda *given: all(
+        replace(a, address=0) == replace(b, address=0) for a, b in zip(tensors, given, strict=True)
+    )
+
+
+@pytest.fixture(params=["compared in Python", "compared by one check"])
+def made(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Known]:
     """The signatures that were new."""
     new: list[Known] = []
 
-    def new_call(args: Arguments, signature: tuple[Any, ...]) -> Known:
+    def new_call(args: Arguments) -> Known:
         plain_numbers(args)
         new.append(Known())
-        entry._CALLS[signature] = new[-1]  # type: ignore[assignment]
         return new[-1]
 
     monkeypatch.setattr(entry, "_CALLS", {})
+    monkeypatch.setattr(entry, "_QUICK", {})
     monkeypatch.setattr(entry, "_new_call", new_call)
+    check = equal_metadata if "one check" in request.param else lambda tensors: None
+    monkeypatch.setattr(entry, "metadata_check", check)
     return new
 
 
@@ -106,6 +118,26 @@ def test_alignment_is_part_of_a_signature(made: list[Known], name: str) -> None:
     run(CALL)
     run(replace(CALL, **{name: replace(TENSORS[name], address=4100)}))
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("one", ["q", "kcache", "task_map"])
+@pytest.mark.parametrize("other", ["vcache", "output"])
+def test_misaligned_by_the_same_bytes_is_not_the_same(made: list[Known], one: str, other: str) -> None:
+    for name in (one, other):
+        run(replace(CALL, **{name: replace(TENSORS[name], address=4104)}))
+    assert len(made) == 2
+
+
+def test_more_calls_than_share_a_key(made: list[Known]) -> None:
+    """Layers whose caches differ in their strides alone; all of them stay known."""
+    layers = [
+        replace(CALL, kcache=replace(TENSORS["kcache"], strides=(n,))) for n in range(2 * entry._MAX_SHARED)
+    ]
+    for _ in range(3):
+        for layer in layers:
+            run(layer)
+    assert len(made) == len(layers) and all(len(known.values) == 3 for known in made)
+    assert all(len(shared) <= entry._MAX_SHARED for shared in entry._QUICK.values())
 
 
 @pytest.mark.parametrize("name", ["task_map", "output", "sinks", "split_flag"])
@@ -155,16 +187,9 @@ def test_bad_values_are_refused_whatever_was_seen(made: list[Known], name: str, 
     assert len(made) == 1
 
 
-def test_signatures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpc.attention.decode import choose, launch, validate
-
-    key = choose.Key(sm90=True, sms=132, batch=1, q_heads=8, kv_heads=1, head_dim=128, v_dim=128, page_size=64,
-                     max_pages=4, num_new_tokens=1, quant_type=1)  # fmt: skip
-    monkeypatch.setattr(entry, "_CALLS", {})
+def test_signatures_are_bounded(made: list[Known], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry, "_MAX_CALLS", 3)
-    monkeypatch.setattr(validate, "call", lambda args: (key, None))
-    monkeypatch.setattr(launch, "Call", lambda *args: Known())
-    args = replace(CALL, q=SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))  # type: ignore[arg-type]
-    for i in range(5):
-        entry._new_call(args, (i,))
-        assert len(entry._CALLS) <= 3 and (i,) in entry._CALLS
+    for window in range(1, 9):
+        run(replace(CALL, window=window))
+        assert len(entry._CALLS) <= 3 and len(entry._QUICK) <= 3
+    assert len(made) == 8

@@ -11,10 +11,14 @@ from hpc.attention.decode import choose, launch, validate
 from hpc.attention.decode.reference import decode_reference
 from hpc.attention.decode.validate import Arguments
 from hpc.common.errors import fail
+from hpc.common.metadata import metadata_check
 
 # A signature that passed its checks, with its launches. Bounded, since a serving process meets few.
 _CALLS: dict[tuple[Any, ...], launch.Call] = {}
 _MAX_CALLS = 4096
+# The same by what is quick to read, each with a check of all tensors: the first few of those that share a key.
+_QUICK: dict[tuple[Any, ...], list[tuple[Any, launch.Call]]] = {}
+_MAX_SHARED = 4
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -38,38 +42,70 @@ def decode(*given: Any) -> Result:
         and (logit_cap is None or (type(logit_cap) is float and 0.0 < logit_cap < math.inf))
     ):
         return decode(*validate.plain_numbers(Arguments(*given)))
+    known: launch.Call | None = None
+    quick: tuple[Any, ...] = ()
     signature: tuple[Any, ...] = ()
+    tensors: list[Any] = []
     try:
         if q.is_cuda:
+            tensors += (q, kcache, vcache, block_ids, seq_lens)
             address = q.data_ptr() | kcache.data_ptr() | vcache.data_ptr()
-            signature = (
-                address % 16, _facts(q), _facts(kcache), _facts(vcache), _facts(block_ids), _facts(seq_lens), quant,
-                None if quant < 0 else (*map(_facts, scales),),
-                None if task_map is None else (task_map.data_ptr() % 16, _facts(task_map)),
-                None if output is None else (output.data_ptr() % 16, _facts(output)),
-                None if sinks is None else _facts(sinks), None if split_flag is None else _facts(split_flag),
-                mtp, new_kv_included, splitk, window, logit_cap is None, return_lse, batch_invariant, plan,
+            if quant >= 0:
+                tensors += scales
+            if task_map is not None:
+                tensors.append(task_map)
+                address |= task_map.data_ptr()
+            if output is not None:
+                tensors.append(output)
+                address |= output.data_ptr()
+            if sinks is not None:
+                tensors.append(sinks)
+            if split_flag is not None:
+                tensors.append(split_flag)
+            quick = (
+                quant, mtp, new_kv_included, splitk, window, logit_cap is None, return_lse, batch_invariant, plan,
+                task_map is None, output is None, sinks is None, split_flag is None, block_ids.numel(),
+                None if address % 16 == 0 else tuple(tensor.data_ptr() % 16 for tensor in tensors),
             )  # fmt: skip
+            for same, call in _QUICK.get(quick, ()):
+                if same(*tensors):
+                    known = call
+                    break
+            else:
+                signature = (quick, *map(_facts, tensors))
     except (AttributeError, TypeError):
         pass  # something is not what it should be: the checks say what
-    known = _CALLS.get(signature) or _new_call(Arguments(*given), signature)
     if known is None:
-        return _reference(Arguments(*given))
+        known = _CALLS.get(signature) or _new_call(Arguments(*given))
+        if known is None:
+            return _reference(Arguments(*given))
+        if signature:
+            _remember(quick, signature, tensors, known)
     return known.run(
         q, kcache, vcache, block_ids, seq_lens, scales, task_map, sinks, softmax_scale, logit_cap, output
     )
 
 
-def _new_call(args: Arguments, signature: tuple[Any, ...]) -> launch.Call | None:
+def _new_call(args: Arguments) -> launch.Call | None:
     """Check the arguments; the call for their signature, or None where there is nothing to launch."""
     key, layout = validate.call(args)
     if not args.q.is_cuda or key.batch == 0:
         return None
-    call = launch.Call(key, _legal(args.function, args.plan, key), args.q.device.index, layout, args.window)
+    return launch.Call(key, _legal(args.function, args.plan, key), args.q.device.index, layout, args.window)
+
+
+def _remember(
+    quick: tuple[Any, ...], signature: tuple[Any, ...], tensors: list[torch.Tensor], call: launch.Call
+) -> None:
     if len(_CALLS) >= _MAX_CALLS:
         _CALLS.clear()
+        _QUICK.clear()
     _CALLS[signature] = call
-    return call
+    shared = _QUICK.setdefault(quick, [])
+    if len(shared) < _MAX_SHARED:
+        check = metadata_check(tensors)
+        if check is not None:
+            shared.append((check, call))
 
 
 def _legal(function: str, plan: choose.Plan | None, key: choose.Key) -> choose.Plan:
