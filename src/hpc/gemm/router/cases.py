@@ -37,7 +37,7 @@ ODD_SHAPES = (
 # add up to 8e-6. TF32 has 3e-4, one BF16 product 2e-3. Three parts and sums of 512 leave what FP32 cuBLAS has.
 TOLERANCES = {2: Tolerance(rms=1.5e-5, max=2.5e-5), 3: Tolerance(rms=1.0e-6, max=2.0e-6)}
 # Half a unit in the last place of BF16 is 1.7e-3 RMS.
-BF16_OUTPUT = Tolerance(rms=2.0e-3, max=4.0e-3)
+BF16_OUTPUT = Tolerance(rms=2.2e-3, max=4.0e-3)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def grid() -> list[RouterCase]:
 
 INTERPRET = (
     RouterCase(1, 5, 40), RouterCase(2, 16, 64), RouterCase(3, 7, 24), RouterCase(17, 20, 70), RouterCase(5, 33, 130),
-    RouterCase(2, 4, 64, terms=3), RouterCase(18, 9, 80, terms=3), RouterCase(1, 6, 32, fp32_output=False),
+    RouterCase(2, 4, 64, terms=3), RouterCase(18, 9, 80, terms=3), RouterCase(1, 60, 32, fp32_output=False),
     RouterCase(20, 6, 72, fp32_output=False, pad=3),
 )  # fmt: skip
 

@@ -111,10 +111,11 @@ class TileConfig(_Shown):
         return 4 if self.BM == 64 else 8
 
     @property
-    def REGISTERS(self) -> int:
-        """Registers a thread at launch: accumulators and 48, so that CTAs of the next kernel fit beside this one's."""
-        columns = self.TERMS * self.BN + (self.BN if self.PROMOTE else 0)
-        return min(168, self.BM * columns // (32 * self.WARPS) + 48)
+    def REGISTERS(self) -> int | None:
+        """Registers a thread at launch, as measured. Few where they suffice: other kernels' CTAs fit beside then."""
+        if self.BM == 128:
+            return 168
+        return 80 if self.TERMS * self.BN == 64 else None
 
     @property
     def BOX(self) -> int:
