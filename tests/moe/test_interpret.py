@@ -28,6 +28,17 @@ def test_against_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert accuracy.within(limits), f"{accuracy}, limits {limits}"
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_tiny_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches without an index."""
+    inputs = cases.make_inputs(CASES[name], "cpu", seed=4)
+    chosen = plan.Plan("tiny", 16, 16, True, tiny=plan.Tiny(8, 64, 4, 32, 4))
+    assert plan.is_legal(chosen, key_of(inputs)) is None
+    out, _, _ = interpret(monkeypatch, inputs, chosen)
+    accuracy, limits = measure(out, cases.reference(inputs)), cases.tolerance(inputs.params)
+    assert accuracy.within(limits), f"{accuracy}, limits {limits}"
+
+
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize(("tile", "fused"), [(16, False), (32, True), (32, False)])
 def test_every_plan(block: bool, tile: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:

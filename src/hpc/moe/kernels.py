@@ -38,7 +38,7 @@ def _operand(x, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _bf16_value(x, INTERPRET: tl.constexpr):
+def bf16_value(x, INTERPRET: tl.constexpr):
     """fp32 rounded to the nearest bf16 value, as fp32."""
     return round_to_bf16(x) if INTERPRET else x.to(tl.bfloat16).to(tl.float32)
 
@@ -96,11 +96,11 @@ def _moe_gate_up_kernel(
             scale = tl.load(w_scale_ptr + expert)
             gate = gate * scale
             up = up * scale
-        gate = _bf16_value(gate, INTERPRET)
-        up = _bf16_value(up, INTERPRET)
+        gate = bf16_value(gate, INTERPRET)
+        up = bf16_value(up, INTERPRET)
         silu = gate / (1.0 + tl.exp(-gate))
         if BF16_MUL:
-            value = _bf16_value(_bf16_value(silu, INTERPRET) * up, INTERPRET)
+            value = bf16_value(bf16_value(silu, INTERPRET) * up, INTERPRET)
         else:
             value = silu * up
         row = (start + r).to(tl.int64)

@@ -23,6 +23,11 @@ def reduce_block(hidden: int, num_tokens: int, sms: int) -> int:
     return min(block, plan.power_of_two(hidden))
 
 
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """e4m3 as its bits: Triton's interpreter and GPUs before SM89 know no such type."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
 class Call:
     """The launches of one call signature on one device. Holds no tensor: `run` allocates the scratch of the call."""
 
@@ -33,9 +38,11 @@ class Call:
         self.first_expert = rank_ep * key.num_experts
         self.pdl = key.sm90
         self.scales, self.interpret = scales, interpret
-        self._index = self._index_build()
-        self._products = self._sm90() if chosen.backend == "sm90" else self._portable()
-        self._reduce = self._weighted_sum(shared, stride_out)
+        if chosen.backend == "tiny":
+            self.steps: tuple[Launch, ...] = self._tiny(shared, stride_out)
+        else:
+            products = self._sm90() if chosen.backend == "sm90" else self._portable()
+            self.steps = (self._index_build(), *products, self._weighted_sum(shared, stride_out))
 
     def run(self, args: Arguments, factor: float, out: torch.Tensor) -> None:
         """Launch on the current stream of the tensors' device."""
@@ -50,10 +57,8 @@ class Call:
         self, stream: int, args: Arguments, factor: float, out: torch.Tensor, scratch: torch.Tensor
     ) -> None:
         """All kernels of the call, in order."""
-        self._index(stream, args, scratch)
-        for product in self._products:
-            product(stream, args, scratch)
-        self._reduce(stream, args, factor, out, scratch)
+        for step in self.steps:
+            step(stream, args, scratch, factor, out)
 
     def _words(self, scratch: torch.Tensor, *names: str) -> list[torch.Tensor]:
         """int32 views of scratch fields, to their end and beyond: a kernel knows its bounds."""
@@ -75,7 +80,7 @@ class Call:
         fixed = (bins, chunk, plan.power_of_two(pairs), chosen.tile, chosen.fused_index, True, self.pdl)
         fields = ("counts", "totals", "expert", "start", "rows", "num_tiles", "pair", "row", "counters")
 
-        def run(stream: int, args: Arguments, scratch: torch.Tensor) -> None:
+        def run(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
             if place.compiled:
                 base = scratch.data_ptr()
                 at = [base + getattr(layout, name) for name in fields]
@@ -115,7 +120,7 @@ class Call:
         )  # fmt: skip
         tiles = ("expert", "start", "rows", "num_tiles", "pair")
 
-        def run(stream: int, args: Arguments, scratch: torch.Tensor) -> None:
+        def run(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
             tensors = (args.x, args.x_scale, args.w13, args.w13_scale, args.act_scale, args.w2, args.w2_scale)
             if down.compiled:
                 base = scratch.data_ptr()
@@ -158,7 +163,7 @@ class Call:
         up_places = [getattr(layout, name) for name in (*tiles, "counters", "parts", "act", "act_scale")]
         down_places = [getattr(layout, name) for name in ("act_scale", *tiles, "y")]
 
-        def run_up(stream: int, args: Arguments, scratch: torch.Tensor) -> None:
+        def run_up(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
             tensors = (args.x, args.x_scale, args.w13_scale, args.act_scale)
             if gate_up.compiled:
                 base = scratch.data_ptr()
@@ -176,7 +181,7 @@ class Call:
                 ]  # fmt: skip
             gate_up(up_grid, stream, (*desc, *pointers, *places, *up_fixed))
 
-        def run_down(stream: int, args: Arguments, scratch: torch.Tensor) -> None:
+        def run_down(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
             act = scratch[layout.act :].view(torch.float8_e4m3fn)
             if product.compiled:
                 base = scratch.data_ptr()
@@ -224,6 +229,55 @@ class Call:
         registers = min(232, 65536 // threads // 8 * 8)
         return {"num_warps": product.warps, "maxnreg": registers, "launch_pdl": self.pdl}
 
+    def _tiny(self, shared: bool, stride_out: int) -> tuple[Launch, ...]:
+        from hpc.moe import tiny
+
+        key, chosen, layout = self.key, self.plan.tiny, self.layout
+        assert chosen is not None
+        gate_up = Kernel(tiny._moe_tiny_up_kernel, NAME, num_warps=chosen.up_warps, launch_pdl=self.pdl)
+        down = Kernel(tiny._moe_tiny_down_kernel, NAME, num_warps=chosen.down_warps, launch_pdl=self.pdl)
+        up_grid = (key.inter // chosen.up_rows, key.pairs, 1)
+        down_grid = (key.hidden // chosen.down_cols, key.num_tokens, 1)
+        (w13_rows, w13_cols), (w2_rows, w2_cols) = self.scales
+        ids = (key.num_experts, self.first_expert)
+        tail = (key.hardware_fp8, self.pdl, self.interpret)
+        up_fixed = (
+            *ids, plan.ceil_div(key.hidden, 128), w13_rows, w13_cols, key.hidden, key.inter, key.top_k,
+            chosen.up_rows, chosen.up_cols, key.block_scales, key.bf16_mul, *tail,
+        )  # fmt: skip
+        down_fixed = (
+            key.hidden, key.inter, max(128, plan.power_of_two(key.inter)), key.top_k, chosen.down_cols,
+            key.block_scales, shared, *tail,
+        )  # fmt: skip
+
+        def run_up(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+            tensors = (args.x, args.x_scale, args.w13, args.w13_scale, args.act_scale, args.topk_ids)
+            if gate_up.compiled:
+                base = scratch.data_ptr()
+                pointers = [base if t is None else t.data_ptr() for t in tensors]
+                pointers.append(base + layout.act)
+            else:
+                act = self._activations(scratch)
+                pointers = [act if t is None else _as_bytes(t) for t in (*tensors, act)]
+            gate_up(up_grid, stream, (*pointers, *up_fixed))
+
+        def run_down(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+            tensors = (args.w2, args.w2_scale, args.topk_ids, args.topk_scale, args.shared_output, out)
+            if down.compiled:
+                base = scratch.data_ptr() + layout.act
+                pointers = [base, *(base if t is None else t.data_ptr() for t in tensors)]
+            else:
+                act = self._activations(scratch)
+                pointers = [act, *(out if t is None else _as_bytes(t) for t in tensors)]
+            down(down_grid, stream, (*pointers, *ids, w2_rows, w2_cols, stride_out, factor, *down_fixed))
+
+        return run_up, run_down
+
+    def _activations(self, scratch: torch.Tensor) -> torch.Tensor:
+        """What lies between the tiny kernels: e4m3 bits, or fp32 values with block scales."""
+        act = scratch[self.layout.act :]
+        return act.view(torch.float32) if self.key.block_scales else act
+
     def _weighted_sum(self, shared: bool, stride_out: int) -> Launch:
         from hpc.moe import route
 
@@ -235,7 +289,7 @@ class Call:
         fixed = (key.top_k, block, False, shared, unroll, self.pdl, self.interpret)
 
         def run(
-            stream: int, args: Arguments, factor: float, out: torch.Tensor, scratch: torch.Tensor
+            stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
         ) -> None:
             if kernel.compiled:
                 base = scratch.data_ptr()

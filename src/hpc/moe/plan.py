@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 MAX_TOP_K = 128
+TINY_TOP_K = 16  # the tiny kernels keep the weights of all of a token's experts in registers
 MAX_EXPERTS = 4096  # a histogram of this many bins is what one program of the index build holds
 FUSED_PAIRS = 1024  # up to here one launch builds the index: each program counts every pair itself
 SCRATCH_LIMIT = (
@@ -76,6 +77,17 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Tiny:
+    """How the kernels for a handful of tokens cut the work: activations and outputs of a program, and its warps."""
+
+    up_rows: int
+    up_cols: int  # of x at a time
+    up_warps: int
+    down_cols: int
+    down_warps: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a call runs.
 
@@ -83,12 +95,13 @@ class Plan:
     places. `fused_index`: one launch builds the index. `up`, `down`: only for the backend "sm90".
     """
 
-    backend: str  # "sm90" or "portable"
+    backend: str  # "tiny", "sm90" or "portable"
     tile: int
     chunk: int
     fused_index: bool
     up: Product | None = None
     down: Product | None = None
+    tiny: Tiny | None = None
 
 
 def sm90_reason(key: Key) -> str | None:
@@ -97,6 +110,17 @@ def sm90_reason(key: Key) -> str | None:
         return "needs a GPU of compute capability 9.x"
     if key.block_scales and key.inter % 64:
         return "with block scales, I must be a multiple of 64: the blocks of gate and up rows would not meet tiles"
+    return None
+
+
+def tiny_reason(tiny: Tiny | None, key: Key) -> str | None:
+    """Why the kernels for a handful of tokens cannot run `key`, or None."""
+    if tiny is None:
+        return "no sizes for the tiny kernels"
+    if key.top_k > TINY_TOP_K or key.pairs > 65535:
+        return f"at most {TINY_TOP_K} experts a token and 65535 pairs"
+    if 16 % tiny.up_rows or 64 % tiny.down_cols:
+        return "slices must divide 16 rows and 64 columns"
     return None
 
 
@@ -113,6 +137,8 @@ def reserve(tile: int, up: bool) -> int:
 
 def is_legal(plan: Plan, key: Key) -> str | None:
     """Why `plan` cannot run `key`, or None."""
+    if plan.backend == "tiny":
+        return tiny_reason(plan.tiny, key)
     if plan.backend not in ("sm90", "portable"):
         return f"unknown backend {plan.backend!r}"
     if plan.tile not in (8, 16, 32, 64, 128, 256) or (
@@ -238,10 +264,10 @@ def scratch(key: Key, plan: Plan) -> Scratch:
         "pair": 4 * pairs,
         "row": 4 * pairs,
         "counters": 4 * num_counters,
-        "act": pairs * act_stride,
+        "act": pairs * act_stride * (4 if plan.backend == "tiny" and key.block_scales else 1),
         "act_scale": 4 * pairs * key.groups if key.block_scales else 0,
         "parts": parts,
-        "y": 2 * pairs * key.hidden,
+        "y": 0 if plan.backend == "tiny" else 2 * pairs * key.hidden,
     }
     offsets, at = {}, 0
     for name, size in sizes.items():
