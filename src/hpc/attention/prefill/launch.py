@@ -1,0 +1,153 @@
+"""From a checked signature to launches: one `Call` for each signature seen, holding all that does not change.
+
+Rows, requests and the page table's width change from call to call in serving; they are arguments of `run`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hpc.attention.prefill import plan
+from hpc.attention.prefill.validate import Layout
+from hpc.common.launch import Kernel, current_device, raw_stream
+
+TILES_A_PROGRAM, REQUESTS_A_STEP = 32, 64  # of the schedule
+
+# q, k, v, output, lse, table, block_ids, qscale, kscale, vscale, sinks; None: not used
+Tensors = tuple[Any, ...]
+
+
+def power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def addresses(tensors: Tensors) -> list[int]:
+    """Addresses; 0 for a pointer that a kernel does not read."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+class Call:
+    """The launches of one call signature on one device: the tile table, then attention.
+
+    Holds no memory of the GPU. `run` allocates the table of the call, so the caching allocator ties it to the current
+    stream.
+    """
+
+    def __init__(
+        self, key: plan.Key, chosen: plan.Plan, index: int, layout: Layout, window: int | None
+    ) -> None:
+        self.key, self.plan, self.index, self.layout = key, chosen, index, layout
+        self.window = 0 if window is None else window
+        self.default_scale = key.head_dim**-0.5
+        self.pdl = key.sm90
+        self.paged = key.page_size > 0
+        self.tile_tokens = chosen.tile_tokens
+        self.head_blocks = key.q_heads // chosen.pack
+        self._most = plan.heaviest(window, self.tile_tokens, chosen.block_n)
+        self._schedule = self._schedule_kernel()
+        self._attend = self._sm90() if chosen.backend == "sm90" else self._portable()
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        block_ids: torch.Tensor | None,
+        seq_lens: torch.Tensor,
+        scales: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        sinks: torch.Tensor | None,
+        scale: float | None,
+        cap: float | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Launch on the current stream of the tensors' device; the output, with the lse if the key asks for it."""
+        tokens, batch = q.shape[0], seq_lens.shape[0]
+        tiles = plan.bound(tokens, batch, self.tile_tokens)
+        words = plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS
+        table = cu_seqlens.new_empty(words)
+        if out is None:
+            out = q.new_empty((tokens, self.key.q_heads, self.key.v_dim), dtype=torch.bfloat16)
+        lse = q.new_empty((tokens, self.key.q_heads), dtype=torch.float32) if self.key.return_lse else None
+        tensors = (q, k, v, out, lse, table, block_ids, *scales, sinks)
+        scale = self.default_scale if scale is None else scale
+        cap = 1.0 if cap is None else cap
+        stream = raw_stream(self.index)
+        if current_device() == self.index:
+            self.launch(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap)
+        else:
+            with torch.cuda.device(self.index):
+                self.launch(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap)
+        return out if lse is None else (out, lse)
+
+    def launch(
+        self, stream: int, tensors: Tensors, cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, tiles: int,
+        scale: float, cap: float,
+    ) -> None:  # fmt: skip
+        """All launches of the call, on a stream of the current device."""
+        self._schedule(stream, tensors, cu_seqlens, seq_lens, tiles)
+        self._attend(stream, tensors, tiles, scale, cap)
+
+    def _schedule_kernel(self) -> Any:
+        from hpc.attention.prefill import schedule
+
+        key = self.key
+        kernel = Kernel(
+            schedule._prefill_schedule_kernel, "attention_prefill", num_warps=4, launch_pdl=self.pdl
+        )
+        fixed = (
+            self.tile_tokens, self.plan.block_n, self.paged, key.causal, key.window, TILES_A_PROGRAM, REQUESTS_A_STEP,
+            self.pdl,
+        )  # fmt: skip
+
+        def place(stream: int, tensors: Tensors, cu: torch.Tensor, lens: torch.Tensor, tiles: int) -> None:
+            q, table, block_ids = tensors[0], tensors[5], tensors[6]
+            capacity = 0 if block_ids is None else min(block_ids.shape[1] * key.page_size, plan.LONGEST)
+            pointers: Any = (cu, lens, table)
+            if kernel.compiled:
+                pointers = addresses(pointers)
+            numbers = (lens.shape[0], q.shape[0], tiles, capacity, self._most)
+            kernel((-(-tiles // TILES_A_PROGRAM), 1, 1), stream, (*pointers, *numbers, *fixed))
+
+        return place
+
+    def _portable(self) -> Any:
+        from hpc.attention.prefill import kernels
+
+        key, chosen, layout = self.key, self.plan, self.layout
+        kernel = Kernel(
+            kernels._prefill_attention_kernel,
+            "attention_prefill",
+            num_warps=chosen.warps,
+            launch_pdl=self.pdl,
+        )
+        wide = self.paged and max(*layout.k[:2], *layout.v[:2]) * key.page_size >= 2**31
+        strides = (*layout.q, *layout.k, *layout.v, *layout.out)
+        fixed = (
+            key.q_heads, key.kv_heads, key.head_dim, key.v_dim, key.page_size, chosen.pack, chosen.block_m,
+            chosen.block_n, max(16, power_of_two(key.head_dim)), max(16, power_of_two(key.v_dim)), key.quant_type,
+            layout.kscale_row, key.causal, key.window, key.logit_cap, key.sinks, key.return_lse, wide, chosen.stages,
+            self.pdl, False,
+        )  # fmt: skip
+        as_bytes = key.fp8 and not key.sm90  # older GPUs have no e4m3 conversion
+
+        def attend(stream: int, tensors: Tensors, tiles: int, scale: float, cap: float) -> None:
+            block_ids, qscale = tensors[6], tensors[7]
+            qs = (0, 0, 0) if qscale is None else (*qscale.stride()[:2], qscale.shape[2])
+            ids = 0 if block_ids is None else block_ids.stride(0)
+            pointers: Any = addresses(tensors) if kernel.compiled else typed(tensors)
+            numbers = (layout.num_pages, scale, cap, self.window, ids, *strides, *qs, *layout.kscale)
+            kernel((tiles * self.head_blocks, 1, 1), stream, (*pointers, *numbers, *fixed))
+
+        def typed(tensors: Tensors) -> list[Any]:
+            """What Triton compiles for: a pointer that the kernel does not read is the table."""
+            given = [tensors[5] if tensor is None else tensor for tensor in tensors]
+            if as_bytes:
+                given[:3] = (t.view(torch.uint8) for t in given[:3])
+            if key.quant_type == 0:
+                given[8] = given[8].view(torch.float32)
+            return given
+
+        return attend

@@ -1,0 +1,140 @@
+"""What a prefill call is (`Key`), how it may be run (`Plan`), the analytic choice, and the tile table on the host.
+
+Pure Python on integers and flags; nothing here touches a tensor or a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+HEADER_WORDS = 8
+ENTRY_WORDS = 8
+LONGEST = 2**31 - 1 - 1024  # keys of a request: block ends stay in 32 bits
+
+TMA_HEAD_DIMS = (64, 128)
+TMA_PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Key:
+    """Everything about a call that may change its plan. Row and request counts do not: they vary in serving."""
+
+    sm90: bool
+    sms: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    page_size: int  # 0: ragged keys, no cache
+    quant_type: int  # -1 for BF16
+    causal: bool = True
+    window: bool = False
+    logit_cap: bool = False
+    sinks: bool = False
+    return_lse: bool = False
+    tma: bool = True  # addresses and strides of q, caches and output are multiples of 16 bytes
+    positive_scale: bool = True
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def fp8(self) -> bool:
+        return self.quant_type >= 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a call: tiles of `block_m` rows (`block_m / pack` tokens of `pack` heads), keys by `block_n`."""
+
+    backend: Literal["sm90", "portable"]
+    pack: int
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.block_m // self.pack
+
+
+def pack_of(group: int, most: int) -> int:
+    """Query heads that share a tile: the largest power of two that divides the group, `most` at most.
+
+    Rows that would belong to missing tokens of a short request belong to further heads instead.
+    """
+    return min(group & -group, most)
+
+
+def is_legal(plan: Plan, key: Key) -> str | None:
+    """Why a plan cannot run a call, or None."""
+    if plan.pack < 1 or plan.pack & (plan.pack - 1) or key.group % plan.pack:
+        return f"pack {plan.pack}: it must be a power of two that divides the group {key.group}"
+    sizes = (plan.block_m, plan.block_n)
+    if any(size < 16 or size & (size - 1) for size in sizes) or plan.block_m % plan.pack:
+        return f"tile {sizes}: sides must be powers of two from 16 on, and hold the packed heads"
+    if plan.backend == "portable":
+        return None
+    if not key.sm90:
+        return "backend sm90 on another GPU"
+    if key.page_size not in TMA_PAGE_SIZES:
+        return f"page size {key.page_size}: the SM90 kernel reads pages of {TMA_PAGE_SIZES}"
+    if key.head_dim not in TMA_HEAD_DIMS or key.v_dim != key.head_dim:
+        return f"head dims {key.head_dim}/{key.v_dim}: the SM90 kernel has {TMA_HEAD_DIMS}, keys as values"
+    if key.fp8 and (key.head_dim != 128 or key.quant_type != 1):
+        return "FP8 on the SM90 kernel needs head_dim 128 and scales per tensor"
+    if not key.tma:
+        return "an address or a stride is no multiple of 16 bytes"
+    if not key.positive_scale:
+        return "the SM90 kernel takes its maximum before scaling: the softmax scale must be positive"
+    if (plan.block_m, plan.block_n) != (128, 128) or plan.pack > 64:
+        return "the SM90 kernel has tiles of 128 by 128 and packs 64 heads at most"
+    return None
+
+
+def choose(key: Key) -> Plan:
+    """The plan for a call."""
+    return portable(key)
+
+
+def portable(key: Key) -> Plan:
+    """The portable kernel for a call."""
+    wide = max(key.head_dim, key.v_dim) > 128
+    # 128 rows share each load of K and V; with a head dim over 128 the accumulators allow 64.
+    block_m = 64 if wide else 128
+    return Plan("portable", pack_of(key.group, 16), block_m, 64, 4 if block_m == 64 and not wide else 8, 2)
+
+
+def bound(tokens: int, batch: int, tile_tokens: int) -> int:
+    """Tiles of a call at most, the rows behind the last request counted as one request more."""
+    return tokens // tile_tokens + batch + 1
+
+
+def heaviest(window: int | None, tile_tokens: int, block_n: int) -> int:
+    """Blocks that a tile visits at most under a window; what the schedule sorts by."""
+    if window is None:
+        return 1
+    return (window + tile_tokens + block_n - 2) // block_n + 1
+
+
+def tile_table(
+    q_lens: Sequence[int], kv_lens: Sequence[int], tokens: int, tile_tokens: int, block_n: int, causal: bool = True,
+    window: int | None = None,
+) -> list[tuple[int, int, int, int, int, int]]:  # fmt: skip
+    """The device's table: (first row, tokens, request, first token, start, keys) a tile, heaviest first."""
+    rows = [*q_lens, tokens - sum(q_lens)]
+    tiles, row = [], 0
+    for b, (n, keys) in enumerate(zip(rows, [*kv_lens, 0], strict=True)):
+        for first in range(0, n, tile_tokens):
+            count = min(tile_tokens, n - first)
+            end = min(max(keys - n + first + count, 0), keys) if causal else keys
+            weight = -(-end // block_n)
+            if window is not None:
+                weight = min(weight, heaviest(window, tile_tokens, block_n))
+            tiles.append((-weight, (row + first, count, b, first, keys - n, keys)))
+        row += n
+    return [entry for _, entry in sorted(tiles, key=lambda tile: tile[0])]

@@ -1,0 +1,120 @@
+"""Small helpers of the prefill tests: the interpreted kernels, one call from a few numbers, and comparison."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from hpc.attention.prefill import cases, plan
+from hpc.attention.prefill.case_lists import PrefillCase
+from hpc.attention.prefill.cases import PrefillInputs
+from hpc.attention.prefill.plan import Plan
+from hpc.testing import assert_close, poisoned
+
+DEVICE = "cuda"
+INT_MIN = torch.iinfo(torch.int32).min
+
+
+def make(
+    lens: Any, heads: tuple[int, int] = (8, 1), seed: int = 1, device: Any = None, **rest: Any
+) -> PrefillInputs:
+    """Inputs of one call."""
+    return cases.make_tensors(PrefillCase(tuple(lens), *heads, **rest), device or DEVICE, seed)
+
+
+def check(inputs: PrefillInputs, chosen: Plan | None = None, **more: Any) -> torch.Tensor:
+    """Output into NaN and lse, both against float64; returns the output."""
+    params = inputs.params
+    given = poisoned((*inputs.q.shape[:2], params.value_dim), torch.bfloat16, inputs.q.device)
+    out, lse = cases.attend(inputs, return_lse=True, output=given, plan=chosen, **more)
+    assert out is given
+    compare(inputs, out, lse, chosen)
+    return out
+
+
+def compare(
+    inputs: PrefillInputs, out: torch.Tensor, lse: torch.Tensor | None, chosen: Plan | None = None
+) -> None:
+    expected, expected_lse = cases.reference(inputs)
+    if chosen is None and inputs.q.is_cuda:
+        sm90 = torch.cuda.get_device_capability()[0] == 9
+        chosen = plan.choose(cases.key_of(inputs.params, sm90))
+    assert_close(out, expected, cases.tolerance(inputs.params, chosen), str(inputs.params))
+    assert (out[expected_lse == -math.inf] == 0).all(), "a row without a key is zero"
+    if lse is not None:
+        # Both are sums of exponentials in fp32; what differs is their order and the approximation of exp2 and log2.
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def table(
+    inputs: PrefillInputs,
+    tile_tokens: int,
+    block_n: int,
+    spare: int = 0,
+    block_t: int = 32,
+    block_b: int = 64,
+) -> torch.Tensor:
+    """The tile table by the interpreted schedule kernel, poisoned beforehand."""
+    from hpc.attention.prefill.schedule import _prefill_schedule_kernel
+
+    p = inputs.params
+    tokens, batch = inputs.q.shape[0], len(p.lens)
+    tiles = plan.bound(tokens, batch, tile_tokens) + spare
+    words = torch.full((plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS,), INT_MIN, dtype=torch.int32)
+    capacity = 0 if inputs.block_ids is None else inputs.block_ids.shape[1] * p.page_size
+    _prefill_schedule_kernel[(-(-tiles // block_t),)](
+        inputs.cu_seqlens, inputs.seq_lens, words, batch, tokens, tiles, capacity,
+        plan.heaviest(p.window, tile_tokens, block_n),
+        TILE_TOKENS=tile_tokens, BLOCK_N=block_n, PAGED=p.page_size > 0, CAUSAL=p.causal, WINDOW=p.window is not None,
+        BLOCK_T=block_t, BLOCK_B=block_b, PDL=False,
+    )  # fmt: skip
+    return words
+
+
+def entries(words: torch.Tensor) -> list[tuple[int, ...]]:
+    """The entries of a table as tuples."""
+    count = int(words[0])
+    rows = words[plan.HEADER_WORDS :].view(-1, plan.ENTRY_WORDS)[:count, :6]
+    return [tuple(row) for row in rows.tolist()]
+
+
+def interpret(
+    inputs: PrefillInputs, block_m: int = 16, block_n: int = 32, output: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both kernels on the CPU: (output, lse)."""
+    from hpc.attention.prefill.kernels import _prefill_attention_kernel
+
+    p = inputs.params
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if p.dtype == "fp8":
+        q, k, v = (t.view(torch.uint8) for t in (q, k, v))
+    pack = plan.pack_of(p.group, block_m)
+    words = table(inputs, block_m // pack, block_n)
+    out = torch.full((*q.shape[:2], p.value_dim), math.nan).bfloat16() if output is None else output
+    lse = torch.full(q.shape[:2], math.nan)
+    unused = torch.zeros(1)
+    ids = words if inputs.block_ids is None else inputs.block_ids
+    qscale, kscale, vscale, sinks = (
+        unused if t is None else t for t in (inputs.qscale, inputs.kscale, inputs.vscale, inputs.sinks)
+    )
+    kscale = kscale.view(torch.float32)
+    ks = kscale.stride()[:3] if kscale.dim() == 4 else (0, 0, 0)
+    qs = (*qscale.stride()[:2], qscale.shape[2]) if qscale.dim() == 3 else (0, 0, 0)
+    k_strides, v_strides = ((*(() if p.page_size else (0,)), *t.stride()[:-1]) for t in (k, v))
+    _prefill_attention_kernel[(plan.bound(q.shape[0], len(p.lens), block_m // pack) * (p.q_heads // pack),)](
+        q, k, v, out, lse, words, ids, qscale, kscale, vscale, sinks,
+        k.shape[0], p.head_dim**-0.5, p.logit_cap or 1.0, p.window or 0, ids.stride(0), *q.stride()[:2],
+        *k_strides, *v_strides, *out.stride()[:2], *qs, *ks,
+        HQ=p.q_heads, HKV=p.kv_heads, D=p.head_dim, DV=p.value_dim, PAGE=p.page_size, PACK=pack, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_D=_power(p.head_dim), BLOCK_DV=_power(p.value_dim),
+        QUANT_TYPE=p.quant_type if p.dtype == "fp8" else -1, SCALES_PER_ROW=kscale.shape[-1], CAUSAL=p.causal,
+        WINDOW=p.window is not None, CAP=p.logit_cap is not None, SINKS=p.sinks, LSE=True, WIDE=False, STAGES=1,
+        PDL=False, INTERPRET=True,
+    )  # fmt: skip
+    return out, lse
+
+
+def _power(n: int) -> int:
+    return 1 << max(4, (n - 1).bit_length())
