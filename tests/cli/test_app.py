@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from hpc.common.errors import InvalidArgument
 
 runner = CliRunner()
 COMMANDS = ["env", "demo", "check", "bench", "schedule", "warmup"]
+LEAVES = [["env"], ["demo"], ["check"], ["bench"], ["bench", "compare"], ["schedule"], ["warmup"]]
 
 
 def test_help_lists_every_command() -> None:
@@ -24,9 +26,21 @@ def test_help_lists_every_command() -> None:
         assert f" {command} " in result.output
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_every_command(command: str) -> None:
-    result = runner.invoke(app, [command, "--help"])
+def test_every_command_is_tested_here() -> None:
+    from typer.main import get_command
+
+    def leaves(command, path):
+        children = getattr(command, "commands", {})
+        return [leaf for name, child in children.items() for leaf in leaves(child, [*path, name])] or [path]
+
+    found = {tuple(word for word in leaf if word != "run") for leaf in leaves(get_command(app), [])}
+    assert found == {tuple(leaf) for leaf in LEAVES}
+
+
+@pytest.mark.parametrize("command", LEAVES, ids=" ".join)
+def test_help_of_every_command(command: list[str]) -> None:
+    """Every command explains itself and can print JSON."""
+    result = runner.invoke(app, [*command, "--help"])
     assert result.exit_code == 0
     assert "--json" in result.output
     assert len(result.output.splitlines()) > 8
@@ -164,3 +178,27 @@ def test_library_errors_are_one_line_and_code_2(monkeypatch) -> None:
     result = runner.invoke(app, ["check"])
     assert result.exit_code == 2
     assert "error: hpc.f: argument 'q': expected shape [64, 8]; got [1]." in result.output
+
+
+def complete(line: str) -> str:
+    """What zsh is told for a line that ends at the cursor."""
+    environ = {**os.environ, "_HPC_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": line}
+    code = "from hpc.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+def test_the_shell_completes_commands_and_operators() -> None:
+    assert '"check"' in complete("hpc ch")
+    assert '"attention.decode"' in complete("hpc check att")
+    both = complete("hpc bench ")
+    assert '"compare"' in both and '"attention.decode"' in both
+
+
+def test_completion_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from hpc.cli import terminal; assert terminal.complete_operator('attention.d');"
+        "heavy = {'torch', 'triton', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

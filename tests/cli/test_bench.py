@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,3 +131,39 @@ def test_without_a_gpu_it_says_so(square) -> None:
     result = runner.invoke(app, ["bench", "--tag", "interpret"])
     assert result.exit_code == 2
     assert "no GPU here" in result.output
+
+
+def write_run(folder: Path, commit: str, time_us: float, gpu: str = "NVIDIA H200") -> Path:
+    from hpc.bench import Env, Row, Writer
+
+    env = Env(gpu, "580", "2.11", "3.6", "0.1", commit, False, "2026-01-02T03:04:05Z", commit)
+    row = Row(
+        "fake.square", "[n] 16", "hpc", time_us, time_us - 0.1, time_us + 0.1, 1.0, "read", 1e-3, 2e-3, commit
+    )
+    with Writer(folder / f"{commit}.jsonl", env) as writer:
+        writer.write(row)
+    return folder / f"{commit}.jsonl"
+
+
+@pytest.mark.parametrize(("time_us", "code"), [(20.0, 0), (20.5, 0), (22.0, 1), (15.0, 0)])
+def test_compare_leaves_with_1_on_a_regression(tmp_path: Path, time_us: float, code: int) -> None:
+    old, new = write_run(tmp_path, "aaa", 20.0), write_run(tmp_path, "bbb", time_us)
+    result = runner.invoke(app, ["bench", "compare", str(old), str(new)], env={"COLUMNS": "160"})
+    assert result.exit_code == code, result.output
+    assert f"{code} of 1 compared rows got worse" in result.stdout
+    assert ("slower  fake.square  [n] 16" in result.stdout) is bool(code)
+    as_json = runner.invoke(app, ["bench", "compare", str(old), str(new), "--json"])
+    assert as_json.exit_code == code
+    assert json.loads(as_json.stdout)["num_regressions"] == code
+    assert runner.invoke(app, ["bench", "compare", str(old), str(new), "--threshold", "0.2"]).exit_code == 0
+
+
+def test_compare_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
+    old, new = write_run(tmp_path, "aaa", 20.0), write_run(tmp_path, "bbb", 20.0, "NVIDIA H100")
+    result = runner.invoke(app, ["bench", "compare", str(old), str(new)], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and "NVIDIA H200, new on NVIDIA H100" in result.output
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{")
+    for arguments in ([str(tmp_path / "none"), str(new)], [str(broken), str(new)]):
+        result = runner.invoke(app, ["bench", "compare", *arguments])
+        assert result.exit_code == 2 and "Traceback" not in result.output

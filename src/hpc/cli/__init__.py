@@ -12,6 +12,7 @@ import typer
 
 from hpc.cli import terminal
 from hpc.cli.bench import run as run_bench
+from hpc.cli.bench_compare import run as run_compare
 from hpc.cli.check import run as run_check
 from hpc.cli.demo import run as run_demo
 from hpc.cli.env import run as run_env
@@ -23,7 +24,6 @@ app = typer.Typer(
     cls=terminal.Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Operators for LLM inference on NVIDIA Hopper: look, try, check, measure.",
@@ -51,10 +51,16 @@ def _root(
     pass
 
 
+bench = typer.Typer(cls=terminal.DefaultGroup, no_args_is_help=False)
+bench.command("run", epilog="Also: hpc bench report, hpc bench compare.")(run_bench)
+bench.command("compare")(run_compare)
+
 app.command("env")(run_env)
 app.command("demo")(run_demo)
 app.command("check")(run_check)
-app.command("bench")(run_bench)
+app.add_typer(
+    bench, name="bench", help="Time the operators against rivals and the floor; report and compare results."
+)
 app.command("schedule")(run_schedule)
 app.command("warmup")(run_warmup)
 

@@ -13,9 +13,7 @@ from hpc.cli import terminal
 
 
 def run(
-    op: Annotated[
-        str | None, typer.Argument(metavar="OP", help="Operator, such as attention.decode.")
-    ] = None,
+    op: terminal.OperatorName = None,
     case: Annotated[str, typer.Option("--case", metavar="GLOB", help="Only cases whose name matches.")] = "*",
     tag: Annotated[
         str, typer.Option("--tag", help="Which cases: bench (all), target (with a target), demo.")

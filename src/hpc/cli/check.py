@@ -12,9 +12,7 @@ from hpc.cli import terminal
 
 
 def run(
-    op: Annotated[
-        str | None, typer.Argument(metavar="OP", help="Operator, such as attention.decode.")
-    ] = None,
+    op: terminal.OperatorName = None,
     case: Annotated[str, typer.Option("--case", metavar="GLOB", help="Only cases whose name matches.")] = "*",
     tag: Annotated[
         str | None, typer.Option("--tag", help="Which cases [default: gpu with a GPU, interpret without].")

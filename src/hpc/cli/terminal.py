@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -39,6 +39,23 @@ class Group(TyperGroup):
             if not _is_user_error(error):
                 raise
             usage_error(str(error))
+
+
+class DefaultGroup(TyperGroup):
+    """Group whose first command runs where no command is named: `hpc bench OP` is `hpc bench run OP`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        completing = ctx.resilient_parsing and not args  # a shell wants the commands' names
+        if not completing and (not args or args[0] not in self.commands):
+            args = [next(iter(self.commands)), *args]
+        return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Commands, and what the default command takes in their place."""
+        default = next(iter(self.commands.values()))
+        argument = next((param for param in default.params if param.param_type_name == "argument"), None)
+        more = argument.shell_complete(ctx, incomplete) if argument is not None else []
+        return [*super().shell_complete(ctx, incomplete), *more]
 
 
 def _is_user_error(error: Exception) -> bool:
@@ -113,6 +130,21 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return value
+
+
+def complete_operator(incomplete: str) -> list[str]:
+    """Operators that begin with what was typed, for the shell."""
+    from hpc.common import registry
+
+    return [name for name in registry.names() if name.startswith(incomplete)]
+
+
+OperatorName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="OP", help="Operator, such as attention.decode.", autocompletion=complete_operator
+    ),
+]
 
 
 def operator_names(wanted: str | None) -> list[str]:

@@ -10,9 +10,7 @@ from hpc.cli import terminal
 
 
 def run(
-    op: Annotated[
-        str | None, typer.Argument(metavar="OP", help="Operator, such as attention.decode.")
-    ] = None,
+    op: terminal.OperatorName = None,
     device: Annotated[
         str | None,
         typer.Option(

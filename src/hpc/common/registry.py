@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from hpc.common.operator import Operator
+if TYPE_CHECKING:  # it imports torch, and shell completion reads this table
+    from hpc.common.operator import Operator
 
 # Operator name -> module with its `OPERATOR`.
 OPERATORS: dict[str, str] = {
@@ -25,7 +26,7 @@ def get(name: str) -> Operator:
     module = OPERATORS.get(name)
     if module is None:
         raise KeyError(f"unknown operator {name!r}; known are: {', '.join(OPERATORS)}")
-    return cast(Operator, importlib.import_module(module).OPERATOR)
+    return cast("Operator", importlib.import_module(module).OPERATOR)
 
 
 def load_all() -> dict[str, Operator]:
