@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hpc
-from hpc.attention.decode import choose, plan
+from hpc.attention.decode import choose, plan, validate
 from hpc.common import arch
 from hpc.common.errors import InvalidArgument, InvalidDtype, UnsupportedDevice
 
@@ -188,6 +188,27 @@ def test_free_strides_are_free(kind: str) -> None:
     assert (buffer == 7).all()
 
 
+@both
+def test_strides_of_dimensions_of_one_do_not_matter(kind: str) -> None:
+    """A cache of one KV head as a view with any stride for it is still one that TMA reads; a repeated page is not."""
+    t = FP8 if kind == "fp8" else BF16
+    packed = zeros(PAGES, P, 1, D, dtype=t)
+    odd = packed.as_strided((PAGES, P, 1, D), (P * D, D, 1, 1))
+    repeated = zeros(1, P, 1, D, dtype=t).expand(PAGES, P, 1, D)
+    found = []
+    for cache in (packed, odd, repeated):
+        given = arguments(kind, kcache=cache, vcache=cache)
+        scales = tuple(given.get(name) for name in ("qscale", "kscale", "vscale"))
+        args = validate.Arguments(
+            "f", given["q"], cache, cache, given["block_ids"], given["num_seq_kvcache"], scales,
+            1 if kind == "fp8" else -1,
+        )  # fmt: skip
+        key, layout = validate.call(args)
+        found.append((key.tma, layout.k))
+    assert found[0] == found[1] == (True, (P * D, D, D))
+    assert found[2] == (False, (0, D, D))
+
+
 def test_fp8_queries_are_read_in_pairs() -> None:
     refused("fp8", "q", InvalidArgument, "even strides", "(513, 64, 1)", q=torch.zeros(B * 513).to(FP8).as_strided(
         (B, HQ, D), (513, D, 1)))  # fmt: skip
@@ -296,7 +317,9 @@ def test_an_output_whose_rows_overlap(kind: str) -> None:
         )
 
 
-@pytest.mark.parametrize("quant", [2, 3, -1, None, hpc.QuantType(2), hpc.QuantType(3)])
+@pytest.mark.parametrize(
+    "quant", [2, 3, -1, None, True, 1.0, torch.ones((), device="meta"), hpc.QuantType(2), hpc.QuantType(3)]
+)
 def test_quant_types_without_a_kernel(quant: Any) -> None:
     refused("fp8", "quant_type", InvalidArgument, "one of 0, 1", "", quant_type=quant)
 
@@ -458,7 +481,7 @@ def assign(**changes: Any) -> Any:
         ({"mtp": 0}, InvalidArgument, "[1, 16]", "0"),
         ({"mtp": 17}, InvalidArgument, "[1, 16]", "17"),
         ({"mtp": None}, InvalidArgument, "[1, 16]", "None"),
-        ({"num_head_kv": 0}, InvalidArgument, ">= 1", "0"),
+        ({"num_head_kv": 0}, InvalidArgument, "[1, 65535]", "0"),
         ({"min_process_len": -1}, InvalidArgument, ">= 0", "-1"),
         ({"window": 0}, InvalidArgument, "[1,", "0"),
         ({"num_seq_kvcache": torch.zeros(B, dtype=torch.int64)}, InvalidDtype, "int32", "int64"),
@@ -467,19 +490,20 @@ def assign(**changes: Any) -> Any:
         ({"num_seq_kvcache": torch.zeros(6, dtype=I32)[::2]}, InvalidArgument, "contiguous", "(2,)"),
         ({"task_map": None}, InvalidDtype, "torch.Tensor", "NoneType"),
         ({"task_map": torch.zeros(10**6)}, InvalidDtype, "int8 or int32", "float32"),
+        ({"new_kv_included": torch.ones((), device="meta")}, InvalidArgument, "True or False", "a tensor"),
+        ({"num_head_kv": 65536}, InvalidArgument, "[1, 65535]", "65536"),
         (
             {"num_seq_kvcache": torch.zeros(B, dtype=I32, device="meta")},
             UnsupportedDevice,
-            "device meta",
-            "cpu",
+            "CUDA or CPU",
+            "meta",
         ),
     ],
 )
 def test_row_14_assign_refuses(
     changes: dict[str, Any], error: type[Exception], expected: str, got: str
 ) -> None:
-    # Lengths on another device than the map: the map is the one that is named.
-    argument = "task_map" if error is UnsupportedDevice else next(iter(changes))
+    argument = next(iter(changes))
     with pytest.raises(error) as caught:
         assign(**changes)
     says(caught.value, "assign_attention_decode_task", argument, expected, got)
@@ -521,7 +545,32 @@ def test_workspace_sizes(name: str, value: Any) -> None:
     given = {"max_num_batch": 1, "max_seqlen": 64, "num_head_kv": 1, name: value}
     with pytest.raises(InvalidArgument) as caught:
         hpc.get_attention_decode_task_workspace(**given, device="cpu")
-    says(caught.value, "get_attention_decode_task_workspace", name, "an integer >= 1", str(value))
+    says(caught.value, "get_attention_decode_task_workspace", name, "an integer ", str(value))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda", 0)])
+def test_a_gpu_that_is_not_there(device: Any) -> None:
+    for name, call in (
+        ("task_workspace", lambda: hpc.get_attention_decode_task_workspace(1, 64, 1, device=device)),
+        ("scratch_size", lambda: hpc.get_attention_decode_scratch_size(**SCRATCH, device=device)),
+    ):
+        with pytest.raises(UnsupportedDevice) as caught:
+            call()
+        got = "torch sees no GPU"
+        says(caught.value, f"get_attention_decode_{name}", "device", "a device of this machine", got)
+
+
+@both
+def test_tensors_that_are_on_no_device(kind: str) -> None:
+    elsewhere = {k: v.to("meta") for k, v in arguments(kind).items() if isinstance(v, torch.Tensor)}
+    refused(kind, "q", UnsupportedDevice, "a CUDA or CPU tensor", "meta", **elsewhere)
+
+
+def test_scales_per_token_at_an_odd_address() -> None:
+    kscale = torch.zeros(PAGES * HKV * 4 * P + 1, dtype=torch.uint8)[1:].view(PAGES, 1, HKV, 4 * P)
+    changes = {"quant_type": 0, "kscale": kscale, "vscale": torch.ones(HKV)}
+    refused("fp8", "kscale", InvalidArgument, "4-byte aligned", "address", **changes)
 
 
 SCRATCH = {"num_batch": 1, "num_head_q": 8, "num_head_kv": 1}

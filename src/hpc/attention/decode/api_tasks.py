@@ -10,6 +10,8 @@ from hpc.common import arch, checks
 from hpc.common.errors import fail
 from hpc.common.quant import QuantType
 
+MAX_KV_HEADS = 65535  # of one rank: a dimension of the launch grids
+
 
 def get_attention_decode_task_workspace(
     max_num_batch: int,
@@ -33,22 +35,17 @@ def get_attention_decode_task_workspace(
         schedule, chunks of a request at most. The rest is private.
 
     Raises:
-        InvalidArgument: a size below 1.
+        InvalidArgument: a size out of range. UnsupportedDevice: a GPU that is not there.
 
     Source: persistent near-equal bins, as in Stream-K (Osama et al., 2023).
     """
     name = "get_attention_decode_task_workspace"
-    for argument, value in (
-        ("max_num_batch", max_num_batch),
-        ("max_seqlen", max_seqlen),
-        ("num_head_kv", num_head_kv),
-    ):
-        checks.int_range(name, argument, value, 1)
+    checks.int_range(name, "max_num_batch", max_num_batch, 1, 2**31 - 1)
+    checks.int_range(name, "max_seqlen", max_seqlen, 1)
+    checks.int_range(name, "num_head_kv", num_head_kv, 1, MAX_KV_HEADS)
     checks.int_range(name, "min_process_len", min_process_len, 0)
     default = "cuda" if arch.gpu_available() else "cpu"
-    where = torch.device(default if device is None else device)
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+    where = validate.available(name, default if device is None else device)
     return assign.allocate(max_num_batch, num_head_kv, where)
 
 
@@ -90,12 +87,14 @@ def assign_attention_decode_task(
     checks.dtype(name, "num_seq_kvcache", num_seq_kvcache, torch.int32, "Convert with .to(torch.int32).")
     checks.ndim(name, "num_seq_kvcache", num_seq_kvcache, 1, "Pass one length a request.")
     checks.contiguous(name, "num_seq_kvcache", num_seq_kvcache)
-    checks.int_range(name, "num_head_kv", num_head_kv, 1)
+    checks.int_range(name, "num_head_kv", num_head_kv, 1, MAX_KV_HEADS)
     remedy = "Here mtp is the number of query tokens a request, 1 for plain decode."
     checks.int_range(name, "mtp", mtp, 1, validate.MAX_NEW_TOKENS, remedy)
     checks.int_range(name, "min_process_len", min_process_len, 0)
     if window is not None:
         checks.int_range(name, "window", window, 1, 2**30, "Pass None for no window.")
+    validate.flag(name, "new_kv_included", new_kv_included)
+    validate.device(name, "num_seq_kvcache", num_seq_kvcache)
     checks.is_tensor(name, "task_map", task_map)
     host = num_seq_kvcache.device.type == "cpu"
     validate.workspace(name, task_map, task_map.device if host else num_seq_kvcache.device, num_head_kv)
@@ -168,7 +167,8 @@ def get_attention_decode_scratch_size(
         fail(
             name, "batch_invariant", expected="False with a task map", got=True, remedy="Pass dynamic=False."
         )
-    where = device if device is not None else ("cuda" if arch.gpu_available() else "cpu")
+    default = "cuda" if arch.gpu_available() else "cpu"
+    where = validate.available(name, default if device is None else device)
     hopper = arch.is_hopper(where) or not arch.is_cuda(where)
     key = choose.Key(
         sm90=hopper, sms=arch.sm_count(where), batch=num_batch, q_heads=num_head_q, kv_heads=num_head_kv,

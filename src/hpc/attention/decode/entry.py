@@ -52,6 +52,7 @@ def decode(*given: Any) -> Result:
             address = q.data_ptr() | kcache.data_ptr() | vcache.data_ptr()
             if quant >= 0:
                 tensors += scales
+                address |= scales[1].data_ptr() if quant == 0 else 0  # may be bytes of a cache's buffer
             if task_map is not None:
                 tensors.append(task_map)
                 address |= task_map.data_ptr()

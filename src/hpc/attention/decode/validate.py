@@ -12,7 +12,7 @@ import torch
 from hpc.attention.decode import choose, plan
 from hpc.attention.decode.launch import Layout
 from hpc.common import arch, checks
-from hpc.common.errors import fail
+from hpc.common.errors import UnsupportedDevice, fail
 from hpc.common.quant import QuantType
 
 FP8 = torch.float8_e4m3fn
@@ -22,8 +22,10 @@ MAX_GROUP, MAX_NEW_TOKENS, MAX_HEAD_DIM, MAX_PAGE = 64, 16, 256, 256
 def quant_type(function: str, value: QuantType | int) -> int:
     """0 or 1, or an exception that lists both."""
     number = value.value if isinstance(value, QuantType) else value
-    checks.one_of(function, "quant_type", number, (0, 1), "Only these two have kernels.")
-    return int(number)
+    if type(number) is not int or number not in (0, 1):
+        got, remedy = f"{value!r} ({type(value).__name__})", "Only these two have kernels."
+        fail(function, "quant_type", expected="one of 0, 1", got=got, remedy=remedy)
+    return number
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,10 @@ def call(args: Arguments) -> tuple[choose.Key, Layout]:
     qscale, kscale = _scales(function, q, vcache, args.scales, args.quant)
     _schedule(args, kv_heads)
     _optional_tensors(args, v_dim)
+    k_strides, v_strides = _strides(kcache), _strides(vcache)
     aligned = all(
-        t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in t.stride()[:3])
-        for t in (kcache, vcache)
+        tensor.data_ptr() % 16 == 0 and all(s > 0 and s * tensor.element_size() % 16 == 0 for s in strides)
+        for tensor, strides in ((kcache, k_strides), (vcache, v_strides))
     )
     key = choose.Key(
         sm90=q.is_cuda and arch.is_hopper(q.device), sms=arch.sm_count(q.device), batch=batch, q_heads=q_heads,
@@ -127,18 +130,58 @@ def call(args: Arguments) -> tuple[choose.Key, Layout]:
     )  # fmt: skip
     output, stored = args.output, args.scales[1]
     layout = Layout(
-        q.stride()[:2], kcache.stride()[:3], vcache.stride()[:3],
+        q.stride()[:2], k_strides, v_strides,
         (q_heads * v_dim, v_dim) if output is None else output.stride()[:2], args.block_ids.stride(0), qscale, kscale,
         0 if args.quant != 0 or stored is None else stored.shape[-1] * stored.element_size() // 4, num_pages,
     )  # fmt: skip
     return key, layout
 
 
+def _strides(cache: torch.Tensor) -> tuple[int, ...]:
+    """Strides of pages, tokens and heads; of a dimension of one, whose stride says nothing, that of a packed row."""
+    return tuple(
+        s if n > 1 else cache.shape[3] for s, n in zip(cache.stride()[:3], cache.shape, strict=False)
+    )
+
+
+def flag(function: str, name: str, value: object) -> None:
+    """A truth value that can be read without waiting for a GPU."""
+    if isinstance(value, torch.Tensor):
+        remedy = "Reading a tensor would wait for the GPU."
+        fail(function, name, expected="True or False", got="a tensor", remedy=remedy)
+
+
+def device(function: str, name: str, tensor: torch.Tensor) -> None:
+    """A GPU that the kernels support, or a CPU."""
+    if tensor.is_cuda:
+        arch.require_gpu(function, tensor.device)
+    elif tensor.device.type != "cpu":
+        remedy = "Elsewhere there are neither kernels nor a reference."
+        fail(
+            function,
+            name,
+            expected="a CUDA or CPU tensor",
+            got=tensor.device,
+            remedy=remedy,
+            kind=UnsupportedDevice,
+        )
+
+
+def available(function: str, where: torch.device | str) -> torch.device:
+    """A named device, with its index if it is a GPU."""
+    found = torch.device(where)
+    if found.type != "cuda":
+        return found
+    if not arch.gpu_available():
+        remedy = "Pass device='cpu' to try the library without one."
+        fail(function, "device", expected="a device of this machine", got=f"{found}, and torch sees no GPU",
+             remedy=remedy, kind=UnsupportedDevice)  # fmt: skip
+    return torch.device("cuda", arch.device_index(found))
+
+
 def _options(args: Arguments) -> None:
     for name in ("new_kv_included", "splitk", "return_lse", "batch_invariant"):
-        if isinstance(getattr(args, name), torch.Tensor):
-            remedy = "Reading a tensor would wait for the GPU."
-            fail(args.function, name, expected="True or False", got="a tensor", remedy=remedy)
+        flag(args.function, name, getattr(args, name))
     if args.plan is not None and not isinstance(args.plan, choose.Plan):
         got, remedy = type(args.plan).__name__, "Pass plan=None for the analytic choice."
         fail(args.function, "plan", expected="a Plan of hpc.attention.decode.choose", got=got, remedy=remedy)
@@ -179,8 +222,7 @@ def _tensors(args: Arguments) -> None:
         checks.same_device(function, name, tensor, q.device)
     for name, tensor in (("q", q), ("kcache", kcache), ("vcache", vcache), ("block_ids", block_ids)):
         checks.inner_contiguous(function, name, tensor)
-    if q.is_cuda:
-        arch.require_gpu(function, q.device)
+    device(function, "q", q)
     if quant >= 0 and (q.stride(0) % 2 or q.stride(1) % 2):
         fail(function, "q", expected="even strides", got=q.stride(), remedy="Call .contiguous() on it.")
 
@@ -259,6 +301,15 @@ def _scales(function: str, q: torch.Tensor, vcache: torch.Tensor,
             got=list(kscale.shape),
             remedy="One scale a token and KV head.",
         )
+    if kscale.data_ptr() % 4:
+        remedy = "Align the buffer of the scales."
+        fail(
+            function,
+            "kscale",
+            expected="4-byte aligned scales",
+            got=f"address {kscale.data_ptr():#x}",
+            remedy=remedy,
+        )
     first, second, third = (s * size // 4 for s in kscale.stride()[:3])
     return (qscale.stride(0), 1), (first, second, third)
 
@@ -309,13 +360,13 @@ def _apart(output: torch.Tensor) -> bool:
     return True
 
 
-def workspace(function: str, task_map: torch.Tensor, device: torch.device, kv_heads: int) -> None:
-    """A task map of enough bytes on `device`."""
+def workspace(function: str, task_map: torch.Tensor, where: torch.device, kv_heads: int) -> None:
+    """A task map of enough bytes on the device `where`."""
     checks.dtype(function, "task_map", task_map, (torch.int8, torch.int32))
     checks.ndim(function, "task_map", task_map, 1, "Pass the workspace as it was allocated.")
     checks.contiguous(function, "task_map", task_map)
-    checks.same_device(function, "task_map", task_map, device)
-    needed = 4 * plan.workspace_words(arch.sm_count(device), kv_heads)
+    checks.same_device(function, "task_map", task_map, where)
+    needed = 4 * plan.workspace_words(arch.sm_count(where), kv_heads)
     given = task_map.numel() * task_map.element_size()
     if given < needed:
         fail(
