@@ -91,7 +91,7 @@ def launch_query() -> None:
     out, scale = torch.zeros(q.shape, dtype=torch.float8_e4m3fn), torch.zeros(1, 8, 128)
     index = torch.tensor([0, 4], dtype=torch.int32)
     given, grid, numbers, constants, warps = entry.query_arguments(q, out, scale, index, 128, 448.0)
-    constants = (*constants, True, False)
+    constants = (*constants, True, False, False)
     kernel = launch.query_kernel_of(0, True, True, constants, warps)
     with compiling_for("sm90"):
         kernel((grid, 1, 1), 0, (*map(launch.as_bytes, given), *numbers, *constants))

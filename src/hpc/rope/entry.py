@@ -207,7 +207,7 @@ def quantize(
     if grid == 0:
         return out_q, q_scale
     sm90, soft = arch.capability(q.device)[0] >= 9, arch.capability(q.device) < (8, 9)
-    constants = (*constants, sm90, soft)
+    constants = (*constants, sm90, soft, False)
     kernel = launch.query_kernel_of(q.device.index, sm90, launch.aligned((q, out_q)), constants, warps)
     with torch.cuda.device(q.device.index):
         kernel(
@@ -220,14 +220,14 @@ def query_arguments(
     q: torch.Tensor, out_q: torch.Tensor, q_scale: torch.Tensor, q_index: torch.Tensor | None, columns: int,
     upper: float,
 ) -> tuple[tuple[torch.Tensor, ...], int, tuple[Any, ...], tuple[Any, ...], int]:  # fmt: skip
-    """(pointers, grid, numbers, strides and constants but for PDL and SOFT, warps) of the quantise-only kernel."""
+    """(pointers, grid, numbers, strides and constants but for the last three, warps) of the quantise-only kernel."""
     rows, heads, dim = q.shape
     requests = 0 if q_index is None else q_index.shape[0] - 1
     chosen = plan.choose(plan.Key(rows, heads, 1, dim, dim))
     tile = plan.tile(heads, chosen.heads)
     num_q = plan.programs(rows, heads, *tile)
     grid = num_q + requests * plan.CLEARERS
-    numbers = (rows, requests, max(1, rows // max(1, requests)), columns, num_q, upper)
+    numbers = (rows, requests, requests / max(1, rows), columns, num_q, upper)
     constants = (
         *q.stride()[:2], *out_q.stride()[:2], heads, dim, plan.power_of_two(dim), *tile, q_index is not None,
         plan.CLEARERS,

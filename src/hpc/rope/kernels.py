@@ -5,11 +5,12 @@ pairs, (x[i], x[i + half]) in NeoX style or (x[2i], x[2i+1]) interleaved, and th
 
     a, b = x[pairs]                          fp32
     a, b = a*c - b*s, b*c + a*s              cos and sin of the token's position
-    x    = x * (1/sqrt(sum(x^2)/D + eps)) * w      before or after; the sum in float64: any order, same bits
+    x    = x * (1/sqrt(sum(x^2)/D + eps)) * w      before or after the rotation
     bf16 = x                                 or   scale = max(1e-6, max|x|)/upper,  code = e4m3(x * (1/scale))
 
-The kernel is launched without fusing a*b+c into one rounding (`enable_fp_fusion=False`), and divisions and square roots
-are correctly rounded, so codes and scales equal those of the reference bit for bit.
+The kernel is launched without fusing a*b+c into one rounding (`enable_fp_fusion=False`), divisions and square roots are
+correctly rounded, and squares are added by eight neighbours in fp32, then in float64, where no order shows: codes and
+scales equal those of the reference bit for bit.
 
 Every global load follows `pdl_wait`. In decode the next kernel may start right behind it, since only the newest tokens'
 rows are written; in prefill it may not, because it reads rows that this kernel writes as old ones.
@@ -40,16 +41,23 @@ def _load_pairs(ptrs, mask, HALF: tl.constexpr, HALF_P: tl.constexpr, NEOX: tl.c
 
 
 @triton.jit
+def _eight_a_thread(WIDTH: tl.constexpr):
+    """Offsets of a store. A thread holds eight neighbours, as its load brought them; said to the compiler, which would
+    else collect sixteen bytes a store through shared memory."""
+    return tl.max_contiguous(tl.arange(0, WIDTH), 8 if WIDTH >= 8 else WIDTH)[None, None, :]
+
+
+@triton.jit
 def _store_pairs(ptrs, a, b, mask, HALF: tl.constexpr, HALF_P: tl.constexpr, NEOX: tl.constexpr):
     """The inverse of `_load_pairs` for values of the destination's dtype."""
     if NEOX:
-        i = tl.arange(0, HALF_P)[None, None, :]
+        i = _eight_a_thread(HALF_P)
         if HALF != HALF_P:
             mask = mask & (i < HALF)
         tl.store(ptrs + i, a, mask=mask)
         tl.store(ptrs + (i + HALF), b, mask=mask)
     else:
-        i = tl.arange(0, 2 * HALF_P)[None, None, :]
+        i = _eight_a_thread(2 * HALF_P)
         if HALF != HALF_P:
             mask = mask & (i < 2 * HALF)
         tl.store(ptrs + i, tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * HALF_P)), mask=mask)
@@ -63,12 +71,12 @@ def _load_rest(ptrs, mask, D: tl.constexpr, HALF: tl.constexpr, REST_P: tl.const
 
 
 @triton.jit
-def _find(token, q_index_ptr, num_req, per_req):
+def _find(token, q_index_ptr, num_req, requests_per_token):
     """(request, its first row, its end, owned) of `token` [TB].
 
     Where all requests bring as many tokens, as in decode, the request is the first guess: one load instead of a search.
     """
-    guess = tl.minimum(token // per_req, num_req - 1)
+    guess = tl.minimum((token.to(tl.float32) * requests_per_token).to(tl.int32), num_req - 1)
     some = guess >= 0
     start = tl.load(q_index_ptr + guess, mask=some, other=0)
     end = tl.load(q_index_ptr + guess + 1, mask=some, other=0)
@@ -99,71 +107,107 @@ def _page_rows(request, position, valid, table_ptr, stride_table, max_pages, num
 
 
 @triton.jit
-def _rms_scale(a, b, rest, D: tl.constexpr, REST_P: tl.constexpr, eps):
+def _eights(x, LEVELS: tl.constexpr):
+    """Sums of 2^LEVELS neighbours along the last axis, pair by pair: what a thread holds, in an order of its own."""
+    for _ in tl.static_range(LEVELS):
+        if x.shape[2] > 1:
+            even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
+            x = even + odd
+    return x
+
+
+@triton.jit
+def _rms_scale(a, b, rest, eps, D: tl.constexpr, REST_P: tl.constexpr, NEOX: tl.constexpr):
     """1 / sqrt(mean(x^2) + eps) of each head, [TB, HB, 1]."""
-    a, b = a.to(tl.float64), b.to(tl.float64)
-    total = tl.sum(a * a + b * b, 2)
+    if NEOX:
+        total = tl.sum(_eights(a * a, 3).to(tl.float64) + _eights(b * b, 3).to(tl.float64), 2)
+    else:
+        total = tl.sum(_eights(a * a + b * b, 2).to(tl.float64), 2)
     if REST_P > 0:
-        r = rest.to(tl.float64)
-        total += tl.sum(r * r, 2)
+        total += tl.sum(_eights(rest * rest, 3).to(tl.float64), 2)
     total = total.to(tl.float32)
-    mean = tl.math.div_rn(total, tl.full(total.shape, D, tl.float32))
+    if D & (D - 1) == 0:
+        mean = total * (1.0 / D)
+    else:
+        mean = tl.math.div_rn(total, tl.full(total.shape, D, tl.float32))
     return tl.math.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.math.sqrt_rn(mean + eps))[:, :, None]
 
 
 @triton.jit
-def _norm(a, b, rest, weight_ptr, eps, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
-          REST_P: tl.constexpr, NEOX: tl.constexpr):  # fmt: skip
-    base = weight_ptr + tl.zeros((a.shape[0], a.shape[1], 1), tl.int32)  # one address a head, as for the angles
-    every = tl.full((a.shape[0], a.shape[1], 1), 1, tl.int1)
-    wa, wb = _load_pairs(base, every, HALF, HALF_P, NEOX)
-    scale = _rms_scale(a, b, rest, D, REST_P, eps)
-    if REST_P > 0:
-        rest = rest * scale * _load_rest(base, every, D, HALF, REST_P)
-    return a * scale * wa, b * scale * wb, rest
-
-
-@triton.jit
-def _projected(
-    ptrs, mask, position, cos_sin_ptr, stride_cos, max_pos, weight_ptr, eps,
-    D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, REST_P: tl.constexpr, NEOX: tl.constexpr,
-    POLICY: tl.constexpr,
-):  # fmt: skip
-    """Norm and rotation of the heads at `ptrs` [TB, HB, 1]: (a, b, rest) in fp32; zero outside `mask`."""
+def _load_head(ptrs, mask, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, REST_P: tl.constexpr,
+               NEOX: tl.constexpr):  # fmt: skip
+    """(a, b, rest) of the heads at `ptrs` [TB, HB, 1] in fp32; zero outside `mask`. Without a rest it is a."""
     a, b = _load_pairs(ptrs, mask, HALF, HALF_P, NEOX)
     rest = a
     if REST_P > 0:
         rest = _load_rest(ptrs, mask, D, HALF, REST_P)
-    i = tl.arange(0, HALF_P)[None, None, :]
-    row = tl.minimum(tl.maximum(position, 0), max_pos - 1).to(tl.int64)
-    # one address a head: a tile [TB, 1, HALF] would get a layout of its own, and the heads would pass through memory
-    angles = tl.broadcast_to(cos_sin_ptr + row[:, None, None] * stride_cos + i, a.shape)
-    if HALF == HALF_P:
-        cos = tl.load(angles).to(tl.float32)
-        sin = tl.load(angles + HALF).to(tl.float32)
-    else:
-        cos = tl.load(angles, mask=i < HALF, other=0.0).to(tl.float32)
-        sin = tl.load(angles + HALF, mask=i < HALF, other=0.0).to(tl.float32)
-    if POLICY == 2:
-        a, b, rest = _norm(a, b, rest, weight_ptr, eps, D, HALF, HALF_P, REST_P, NEOX)
-    turned = a * cos - b * sin
-    b = b * cos + a * sin
-    a = turned
-    if POLICY == 1:
-        a, b, rest = _norm(a, b, rest, weight_ptr, eps, D, HALF, HALF_P, REST_P, NEOX)
     return a, b, rest
 
 
 @triton.jit
-def _magnitude(x):
-    """Largest |x| along the last axis as the bits of an fp32: a NaN is larger than everything."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+def _load_weights(ptr, TB: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
+                  REST_P: tl.constexpr, NEOX: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
+    """Norm weights as (a, b, rest), one address a head: a tile [1, 1, HALF] would get a layout of its own, and heads
+    would pass through shared memory."""
+    if POLICY > 0:
+        return _load_head(ptr + tl.zeros((TB, HB, 1), tl.int32), tl.full((TB, HB, 1), 1, tl.int1), D, HALF, HALF_P,
+                          REST_P, NEOX)  # fmt: skip
+    else:
+        return 0, 0, 0
 
 
 @triton.jit
-def _dynamic_scale(bits, upper):
-    """(scale, 1 / scale) of heads whose largest magnitude has these bits."""
-    amax = bits.to(tl.float32, bitcast=True)
+def _load_angles(ptr, stride, position, max_pos, HB: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr):
+    """(cos, sin) of `position` [TB], clamped to the table, as [TB, HB, HALF_P]: one address a head, as for weights."""
+    i = tl.arange(0, HALF_P)[None, None, :]
+    row = tl.minimum(tl.maximum(position, 0), max_pos - 1).to(tl.int64)
+    ptrs = tl.broadcast_to(ptr + row[:, None, None] * stride + i, (position.shape[0], HB, HALF_P))
+    if HALF == HALF_P:
+        return tl.load(ptrs).to(tl.float32), tl.load(ptrs + HALF).to(tl.float32)
+    else:
+        cos = tl.load(ptrs, mask=i < HALF, other=0.0).to(tl.float32)
+        return cos, tl.load(ptrs + HALF, mask=i < HALF, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _norm(a, b, rest, weights, eps, D: tl.constexpr, REST_P: tl.constexpr, NEOX: tl.constexpr):
+    scale = _rms_scale(a, b, rest, eps, D, REST_P, NEOX)
+    if REST_P > 0:
+        rest = rest * scale * weights[2]
+    return a * scale * weights[0], b * scale * weights[1], rest
+
+
+@triton.jit
+def _project(a, b, rest, cos, sin, weights, eps, D: tl.constexpr, REST_P: tl.constexpr, NEOX: tl.constexpr,
+             POLICY: tl.constexpr):  # fmt: skip
+    """Norm and rotation of loaded heads."""
+    if POLICY == 2:
+        a, b, rest = _norm(a, b, rest, weights, eps, D, REST_P, NEOX)
+    turned = a * cos - b * sin
+    b = b * cos + a * sin
+    a = turned
+    if POLICY == 1:
+        a, b, rest = _norm(a, b, rest, weights, eps, D, REST_P, NEOX)
+    return a, b, rest
+
+
+@triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _amax(x, INTERPRET: tl.constexpr):
+    """Largest |x| along the last axis; NaN if there is one."""
+    if INTERPRET:  # as integers, among which a NaN is larger than all numbers
+        return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
+    else:
+        return tl.reduce(tl.abs(x), 2, _larger)
+
+
+@triton.jit
+def _dynamic_scale(amax, upper):
+    """(scale, 1 / scale) of heads with these largest magnitudes."""
     amax = tl.where(amax < 1e-6, 1e-6, amax)  # keeps NaN
     scale = tl.math.div_rn(amax, tl.zeros_like(amax) + upper)
     return scale, tl.math.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
@@ -192,8 +236,41 @@ def _store_head(ptrs, a, b, rest, mask, D: tl.constexpr, HALF: tl.constexpr, HAL
     a, b = _encoded(a, FP8, SOFT, INTERPRET), _encoded(b, FP8, SOFT, INTERPRET)
     _store_pairs(ptrs, a, b, mask, HALF, HALF_P, NEOX)
     if REST_P > 0:
-        i = tl.arange(0, REST_P)[None, None, :] + 2 * HALF
+        i = _eight_a_thread(REST_P) + 2 * HALF
         tl.store(ptrs + i, _encoded(rest, FP8, SOFT, INTERPRET), mask=mask & (i < D))
+
+
+@triton.jit
+def _finish_query(
+    a, b, rest, head, inside, valid, owned, place, scale_row, factor, out_row, stride_qh, q_scale_ptr, scale_cols,
+    D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, REST_P: tl.constexpr, NEOX: tl.constexpr,
+    FP8: tl.constexpr, Q_SCALE: tl.constexpr, SOFT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Scale, round and store queries; `factor` is the largest code or, with Q_SCALE 3, a multiplier."""
+    column = head[None, :].to(tl.int64)
+    if Q_SCALE == 1 or Q_SCALE == 2:
+        amax = _amax(_larger(tl.abs(a), tl.abs(b)), INTERPRET)
+        if REST_P > 0:
+            amax = _larger(amax, _amax(rest, INTERPRET))
+        scale, inverse = _dynamic_scale(amax, factor)
+        scale = tl.where(valid[:, None], scale, 0.0)
+        if Q_SCALE == 1:
+            tl.store(q_scale_ptr + scale_row + column, scale, mask=inside)
+        else:
+            room = place < scale_cols
+            tl.store(
+                q_scale_ptr + scale_row + column * scale_cols, scale, mask=inside & owned[:, None] & room
+            )
+            inverse = tl.where(room, inverse, float("nan"))  # a scale without a place must not go unseen
+        inverse = inverse[:, :, None]
+        a, b, rest = a * inverse, b * inverse, rest * inverse
+    elif Q_SCALE == 3:
+        a, b, rest = a * factor, b * factor, rest * factor
+    if tl.min(valid.to(tl.int32), 0) == 0:  # seldom, and the selects would be a twentieth of all instructions
+        live = valid[:, None, None]
+        a, b, rest = tl.where(live, a, 0.0), tl.where(live, b, 0.0), tl.where(live, rest, 0.0)
+    ptrs = (out_row + column * stride_qh)[:, :, None]
+    _store_head(ptrs, a, b, rest, inside[:, :, None], D, HALF, HALF_P, REST_P, NEOX, FP8, SOFT, INTERPRET)
 
 
 @triton.jit
@@ -235,7 +312,7 @@ def _clear_request(
         _clear_scales(b, h, HKV, q_scale_ptr, q_index_ptr, scale_cols, HQ)
 
 
-_SCALARS = ["num_tokens", "num_req", "per_req", "max_pos", "max_pages", "num_pages", "scale_cols", "num_k", "num_v",
+_SCALARS = ["num_tokens", "num_req", "max_pos", "max_pages", "num_pages", "scale_cols", "num_k", "num_v",
             "num_q", "stride_table"]  # fmt: skip
 # Read one element at a time: their alignment decides nothing.
 _NARROW = ["lens_ptr", "q_index_ptr", "table_ptr", "k_scale_ptr", "v_scale_ptr", "q_scale_inv_ptr", "q_scale_ptr",
@@ -249,13 +326,13 @@ _WIDE = ["qkv_ptr", "cos_sin_ptr", "q_weight_ptr", "k_weight_ptr", "kcache_ptr",
 def _rope_prologue_kernel(
     qkv_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, kcache_ptr, vcache_ptr, out_q_ptr, out_k_ptr, out_v_ptr,
     q_scale_ptr, flag_ptr, lens_ptr, q_index_ptr, table_ptr, k_scale_ptr, v_scale_ptr, q_scale_inv_ptr,
-    num_tokens, num_req, per_req, max_pos, max_pages, num_pages, scale_cols, num_k, num_v, num_q,
+    num_tokens, num_req, requests_per_token, max_pos, max_pages, num_pages, scale_cols, num_k, num_v, num_q,
     eps, upper, k_scale, v_scale,
     stride_table, stride_qkv, stride_cos, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
     stride_qt, stride_qh, stride_okt, stride_okh, stride_ovt, stride_ovh,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     HALF_P: tl.constexpr, REST_P: tl.constexpr, D_P: tl.constexpr, DV_P: tl.constexpr,
-    TBQ: tl.constexpr, HBQ: tl.constexpr, TBK: tl.constexpr, HBK: tl.constexpr, CLEAR_ROWS: tl.constexpr,
+    UNROLL: tl.constexpr, TBQ: tl.constexpr, HBQ: tl.constexpr, TBK: tl.constexpr, HBK: tl.constexpr, CLEAR_ROWS: tl.constexpr,
     POLICY: tl.constexpr, NEOX: tl.constexpr, FP8: tl.constexpr, Q_SCALE: tl.constexpr, K_IN_MEMORY: tl.constexpr,
     V_IN_MEMORY: tl.constexpr, OUT_K: tl.constexpr, OUT_V: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
     SOFT: tl.constexpr, INTERPRET: tl.constexpr,
@@ -276,7 +353,7 @@ def _rope_prologue_kernel(
         token = (tile // blocks) * TBK + tl.arange(0, TBK)
         head = (tile % blocks) * HBK + tl.arange(0, HBK)
         inside = (token < num_tokens)[:, None, None] & (head < HKV)[None, :, None]
-        request, _, end, owned = _find(token, q_index_ptr, num_req, per_req)
+        request, _, end, owned = _find(token, q_index_ptr, num_req, requests_per_token)
         position = tl.load(lens_ptr + request, mask=owned, other=0) - (end - token)
         valid = owned & (position >= 0)
         page, row, stored = _page_rows(
@@ -287,7 +364,7 @@ def _rope_prologue_kernel(
         valid, stored = valid[:, None, None], stored[:, None, None]
         if is_v:
             v_ptrs = qkv_ptr + token * stride_qkv + (HQ + HKV) * D + head * DV
-            i = tl.arange(0, DV_P)[None, None, :]
+            i = _eight_a_thread(DV_P)
             v = tl.load(v_ptrs + i, mask=inside & (i < DV), other=0.0).to(tl.float32)
             if FP8:
                 v = v * _inverse(v_scale_ptr, v_scale, V_IN_MEMORY)
@@ -301,10 +378,10 @@ def _rope_prologue_kernel(
             tl.store(ptrs + i, _encoded(v, FP8, SOFT, INTERPRET), mask=written & (i < DV))
         else:
             k_ptrs = qkv_ptr + token * stride_qkv + HQ * D + head * D
-            a, b, rest = _projected(
-                k_ptrs, inside, position, cos_sin_ptr, stride_cos, max_pos, k_weight_ptr, eps,
-                D, HALF, HALF_P, REST_P, NEOX, POLICY,
-            )  # fmt: skip
+            a, b, rest = _load_head(k_ptrs, inside, D, HALF, HALF_P, REST_P, NEOX)
+            cos, sin = _load_angles(cos_sin_ptr, stride_cos, position, max_pos, HBK, HALF, HALF_P)
+            weights = _load_weights(k_weight_ptr, TBK, HBK, D, HALF, HALF_P, REST_P, NEOX, POLICY)
+            a, b, rest = _project(a, b, rest, cos, sin, weights, eps, D, REST_P, NEOX, POLICY)
             if FP8:
                 inverse = _inverse(k_scale_ptr, k_scale, K_IN_MEMORY)
                 a, b, rest = a * inverse, b * inverse, rest * inverse
@@ -319,42 +396,44 @@ def _rope_prologue_kernel(
     elif pid < num_k + num_v + num_q:
         # --- queries ---
         tile = pid - num_k - num_v
-        blocks_q: tl.constexpr = (HQ + HBQ - 1) // HBQ
+        blocks_q: tl.constexpr = (HQ + HBQ * UNROLL - 1) // (HBQ * UNROLL)
         token = (tile // blocks_q) * TBQ + tl.arange(0, TBQ)
-        head = (tile % blocks_q) * HBQ + tl.arange(0, HBQ)
-        inside = (token < num_tokens)[:, None] & (head < HQ)[None, :]
-        request, start, end, owned = _find(token, q_index_ptr, num_req, per_req)
+        head = (tile % blocks_q) * (HBQ * UNROLL) + tl.arange(0, HBQ)
+        within = (token < num_tokens)[:, None]
+        row = token[:, None].to(tl.int64)
+        q_row = qkv_ptr + row * stride_qkv
+        inside = within & (head < HQ)[None, :]
+        a, b, rest = _load_head((q_row + head[None, :] * D)[:, :, None], inside[:, :, None], D, HALF, HALF_P, REST_P,
+                                NEOX)  # fmt: skip
+        inside2 = within & (head + HBQ < HQ)[None, :]
+        a2, b2, rest2 = a, b, rest
+        if UNROLL == 2:
+            a2, b2, rest2 = _load_head((q_row + (head + HBQ)[None, :] * D)[:, :, None], inside2[:, :, None], D, HALF,
+                                       HALF_P, REST_P, NEOX)  # fmt: skip
+        weights = _load_weights(q_weight_ptr, TBQ, HBQ, D, HALF, HALF_P, REST_P, NEOX, POLICY)
+        request, start, end, owned = _find(token, q_index_ptr, num_req, requests_per_token)
         position = tl.load(lens_ptr + request, mask=owned, other=0) - (end - token)
         valid = owned & (position >= 0)
-        row = token[:, None].to(tl.int64)
-        column = head[None, :].to(tl.int64)
-        q_ptrs = (qkv_ptr + row * stride_qkv + column * D)[:, :, None]
-        a, b, rest = _projected(
-            q_ptrs, inside[:, :, None], position, cos_sin_ptr, stride_cos, max_pos, q_weight_ptr, eps,
-            D, HALF, HALF_P, REST_P, NEOX, POLICY,
-        )  # fmt: skip
-        if Q_SCALE == 1 or Q_SCALE == 2:
-            bits = tl.maximum(_magnitude(a), _magnitude(b))
-            if REST_P > 0:
-                bits = tl.maximum(bits, _magnitude(rest))
-            scale, inverse = _dynamic_scale(bits, upper)
-            if Q_SCALE == 1:
-                tl.store(q_scale_ptr + row * HQ + column, tl.where(valid[:, None], scale, 0.0), mask=inside)
-            else:
-                place = (token - start)[:, None]
-                room = place < scale_cols
-                ptrs = q_scale_ptr + (request[:, None].to(tl.int64) * HQ + column) * scale_cols + place
-                tl.store(ptrs, tl.where(valid[:, None], scale, 0.0), mask=inside & owned[:, None] & room)
-                inverse = tl.where(room, inverse, float("nan"))  # a scale without a place must not go unseen
-            inverse = inverse[:, :, None]
-            a, b, rest = a * inverse, b * inverse, rest * inverse
-        elif Q_SCALE == 3:
+        cos, sin = _load_angles(cos_sin_ptr, stride_cos, position, max_pos, HBQ, HALF, HALF_P)
+        factor = upper
+        if Q_SCALE == 3:
             factor = tl.load(q_scale_inv_ptr)
-            a, b, rest = a * factor, b * factor, rest * factor
-        live = valid[:, None, None]
-        a, b, rest = tl.where(live, a, 0.0), tl.where(live, b, 0.0), tl.where(live, rest, 0.0)
-        ptrs = (out_q_ptr + row * stride_qt + column * stride_qh)[:, :, None]
-        _store_head(ptrs, a, b, rest, inside[:, :, None], D, HALF, HALF_P, REST_P, NEOX, FP8, SOFT, INTERPRET)
+        place = (token - start)[:, None]
+        scale_row = row * HQ
+        if Q_SCALE == 2:
+            scale_row = request[:, None].to(tl.int64) * HQ * scale_cols + place
+        out_row = out_q_ptr + row * stride_qt
+        a, b, rest = _project(a, b, rest, cos, sin, weights, eps, D, REST_P, NEOX, POLICY)
+        _finish_query(
+            a, b, rest, head, inside, valid, owned, place, scale_row, factor, out_row, stride_qh, q_scale_ptr,
+            scale_cols, D, HALF, HALF_P, REST_P, NEOX, FP8, Q_SCALE, SOFT, INTERPRET,
+        )  # fmt: skip
+        if UNROLL == 2:
+            a2, b2, rest2 = _project(a2, b2, rest2, cos, sin, weights, eps, D, REST_P, NEOX, POLICY)
+            _finish_query(
+                a2, b2, rest2, head + HBQ, inside2, valid, owned, place, scale_row, factor, out_row, stride_qh,
+                q_scale_ptr, scale_cols, D, HALF, HALF_P, REST_P, NEOX, FP8, Q_SCALE, SOFT, INTERPRET,
+            )  # fmt: skip
     else:
         tile = pid - num_k - num_v - num_q
         _clear_request(
@@ -364,13 +443,13 @@ def _rope_prologue_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_req", "per_req", "scale_cols", "num_q"],
+@triton.jit(do_not_specialize=["num_tokens", "num_req", "scale_cols", "num_q"],
             do_not_specialize_on_alignment=["q_scale_ptr", "q_index_ptr"])  # fmt: skip
 def _quantize_query_kernel(
-    q_ptr, out_q_ptr, q_scale_ptr, q_index_ptr, num_tokens, num_req, per_req, scale_cols, num_q, upper,
+    q_ptr, out_q_ptr, q_scale_ptr, q_index_ptr, num_tokens, num_req, requests_per_token, scale_cols, num_q, upper,
     stride_qt, stride_qh, stride_ot, stride_oh,
     HQ: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, TB: tl.constexpr, HB: tl.constexpr,
-    BY_REQUEST: tl.constexpr, CLEARERS: tl.constexpr, PDL: tl.constexpr, SOFT: tl.constexpr,
+    BY_REQUEST: tl.constexpr, CLEARERS: tl.constexpr, PDL: tl.constexpr, SOFT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """scale = max(1e-6, max|q|) / upper a token and head, code = e4m3(q * (1/scale)).
 
@@ -389,9 +468,9 @@ def _quantize_query_kernel(
         mask = inside[:, :, None] & (i < D)
         q = tl.load((q_ptr + row * stride_qt + column * stride_qh)[:, :, None] + i, mask=mask, other=0.0)
         q = q.to(tl.float32)
-        scale, inverse = _dynamic_scale(_magnitude(q), upper)
+        scale, inverse = _dynamic_scale(_amax(q, INTERPRET), upper)
         if BY_REQUEST:
-            request, start, _, owned = _find(token, q_index_ptr, num_req, per_req)
+            request, start, _, owned = _find(token, q_index_ptr, num_req, requests_per_token)
             place = (token - start)[:, None]
             room = place < scale_cols
             ptrs = q_scale_ptr + (request[:, None].to(tl.int64) * HQ + column) * scale_cols + place
@@ -413,6 +492,6 @@ _rope_prologue_unaligned_kernel = triton.jit(
 )
 _quantize_query_unaligned_kernel = triton.jit(
     _quantize_query_kernel.fn,
-    do_not_specialize=["num_tokens", "num_req", "per_req", "scale_cols", "num_q"],
+    do_not_specialize=["num_tokens", "num_req", "scale_cols", "num_q"],
     do_not_specialize_on_alignment=["q_scale_ptr", "q_index_ptr", "q_ptr", "out_q_ptr"],
 )

@@ -46,12 +46,12 @@ class Facts:
     def constants(self, interpret: bool) -> tuple[Any, ...]:
         """Compile-time arguments in the kernel's order."""
         half, rest = self.rotary_dim // 2, self.head_dim - self.rotary_dim
-        tile_q, tile_k = (plan.tile(heads, self.plan.heads) for heads in (self.q_heads, self.kv_heads))
+        tile_q, tile_k = plan.tiles(self.plan, self.q_heads, self.kv_heads)
         return (
             self.q_heads, self.kv_heads, self.head_dim, self.v_dim, half, self.page_size,
             power_of_two(half), power_of_two(rest) if rest else 0, power_of_two(self.head_dim),
             power_of_two(self.v_dim),
-            *tile_q, *tile_k, min(power_of_two(self.page_size), self.plan.heads),
+            self.plan.unroll, *tile_q, *tile_k, min(power_of_two(self.page_size), self.plan.heads),
             self.policy, self.neox, self.q_scale != BF16_QUERY, self.q_scale, self.k_in_memory, self.v_in_memory,
             self.out_k, self.out_v, self.early, self.sm90, self.soft, interpret,
         )  # fmt: skip
@@ -71,15 +71,15 @@ class Sizes:
 
     def grid(self, facts: Facts) -> tuple[int, int, int, int]:
         """Programs for keys, values, queries, clearing."""
-        tile_q, tile_k = (plan.tile(heads, facts.plan.heads) for heads in (facts.q_heads, facts.kv_heads))
+        tile_q, tile_k = plan.tiles(facts.plan, facts.q_heads, facts.kv_heads)
         keys = plan.programs(self.num_tokens, facts.kv_heads, *tile_k)
-        queries = plan.programs(self.num_tokens, facts.q_heads, *tile_q)
+        queries = plan.programs(self.num_tokens, facts.q_heads, tile_q[0], tile_q[1] * facts.plan.unroll)
         return keys, keys, queries, self.num_requests * facts.kv_heads
 
-    def arguments(self, parts: tuple[int, int, int, int]) -> tuple[int, ...]:
+    def arguments(self, parts: tuple[int, int, int, int]) -> tuple[float, ...]:
         """In the kernel's order, `num_tokens` to `num_q`."""
-        per_request = max(1, self.num_tokens // max(1, self.num_requests))
-        return (self.num_tokens, self.num_requests, per_request, self.max_pos, self.max_pages, self.num_pages,
+        ratio = self.num_requests / max(1, self.num_tokens)
+        return (self.num_tokens, self.num_requests, ratio, self.max_pos, self.max_pages, self.num_pages,
                 self.columns, *parts[:3])  # fmt: skip
 
 

@@ -21,10 +21,14 @@ class Key:
 
 @dataclass(frozen=True)
 class Plan:
-    """Heads (of any tokens) in a program's tile, and its warps."""
+    """Heads (of any tokens) in a tile, the warps of a program, and its tiles of queries, 1 or 2.
+
+    Two tiles, of other heads of the same tokens, share angles, weights and the search of the request.
+    """
 
     heads: int
     num_warps: int
+    unroll: int = 1
 
 
 def power_of_two(n: int) -> int:
@@ -38,6 +42,8 @@ def is_legal(plan: Plan, key: Key) -> str | None:
         return f"{plan.heads} heads a program: not a power of two"
     if plan.num_warps not in (1, 2, 4, 8):
         return f"{plan.num_warps} warps: not 1, 2, 4 or 8"
+    if plan.unroll not in (1, 2):
+        return f"{plan.unroll} tiles of queries: not 1 or 2"
     widest = power_of_two(max(key.head_dim, key.v_dim))
     if plan.heads * widest > 64 * 32 * plan.num_warps:
         return (
@@ -59,6 +65,11 @@ def tile(heads: int, in_tile: int) -> tuple[int, int]:
         key=lambda block: (-(-heads // block) * block, -block),
     )
     return in_tile // best, best
+
+
+def tiles(plan: Plan, q_heads: int, kv_heads: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(tokens, heads) of a tile of queries and of one of keys or values."""
+    return tile(-(-q_heads // plan.unroll), plan.heads), tile(kv_heads, plan.heads)
 
 
 def programs(num_tokens: int, heads: int, tokens_in_tile: int, heads_in_tile: int) -> int:

@@ -33,13 +33,19 @@ def token_positions(
     return request.where(owned, -1), position, rows - index[b]
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, parts: list[int]) -> torch.Tensor:
     """``x * (1 / sqrt(mean(x^2) + eps)) * weight`` over the last dimension, in x's dtype.
 
-    The sum of squares is taken in float64, where it does not depend on the order of its terms; so is the root, because
-    PyTorch's float32 one is not always the nearest value.
+    Squares are added pair by pair up to eight neighbours of a part (dims that are loaded together), then in float64,
+    where their order does not show. The root is taken in float64: PyTorch's float32 one is not always the nearest.
     """
-    mean = x.double().square().sum(-1, keepdim=True).to(x.dtype) / torch.full_like(x[..., :1], x.shape[-1])
+    total = torch.zeros_like(x[..., :1], dtype=torch.float64)
+    for part in x.split(parts, -1):
+        squares = torch.nn.functional.pad(part * part, (0, -part.shape[-1] % 8))
+        for _ in range(3):
+            squares = squares[..., ::2] + squares[..., 1::2]
+        total += squares.double().sum(-1, keepdim=True)
+    mean = total.to(x.dtype) / torch.full_like(x[..., :1], x.shape[-1])
     root = (mean + eps).double().sqrt().to(x.dtype)
     return x * (torch.ones_like(root) / root) * weight.to(x.dtype)
 
@@ -85,15 +91,17 @@ def project(
     angles = cos_sin[position.clamp(0, cos_sin.shape[0] - 1)].to(dtype)
     cos, sin = angles.chunk(2, -1)
     q, k, v = (part.to(dtype) for part in heads_of(qkv, num_kv_heads, head_dim, v_dim))
+    half = cos.shape[-1]
+    parts = [*((half, half) if is_neox_style else (2 * half,)), head_dim - 2 * half]
     done = []
     for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
         if qk_norm_policy == 2:
             assert weight is not None
-            x = rms_norm(x, weight, eps)
+            x = rms_norm(x, weight, eps, parts)
         x = rotate(x, cos, sin, is_neox_style)
         if qk_norm_policy == 1:
             assert weight is not None
-            x = rms_norm(x, weight, eps)
+            x = rms_norm(x, weight, eps, parts)
         done.append(x)
     return done[0], done[1], v
 

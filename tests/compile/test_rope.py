@@ -1,0 +1,66 @@
+"""The prologue compiled for sm_90a: wide loads and stores, nothing fused into other roundings, nothing spilled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc.common import env
+
+INSTALLED = "3.6.0"  # ships with torch 2.11
+NEWEST = "3.8.0"
+MAX_REGISTERS = 80  # six programs of four warps a multiprocessor at least
+
+pytestmark = pytest.mark.compile
+
+
+def compile_all(version: str, root: Path, environ: dict[str, str], cache: Path) -> list[dict[str, Any]]:
+    """Reports of tests/compile/compile_rope.py under one Triton."""
+    environ = {**environ, "TRITON_CACHE_DIR": str(cache)}
+    if version != env.triton_version():
+        folder = root / ".triton" / version
+        if not folder.is_dir():
+            pytest.skip(f"Triton {version} is neither installed nor in {folder}")
+        environ["PYTHONPATH"] = os.pathsep.join([str(folder), environ["PYTHONPATH"]])
+    command = [sys.executable, str(root / "tests/compile/compile_rope.py")]
+    run = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    reports = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {report["triton"] for report in reports} == {version}
+    return reports
+
+
+def complaints(report: dict[str, Any]) -> list[str]:
+    """What is wrong with one compiled kernel."""
+    name, counts = report["name"], report["instructions"]
+    found = []
+    if report["spill"] or report["regs"] > MAX_REGISTERS:
+        found.append(f"{report['regs']} registers, {report['spill']} bytes of spills")
+    if counts["fused"]:
+        found.append(f"{counts['fused']} fused multiply-adds: bits would differ from the reference")
+    if not counts["griddepcontrol.wait"]:
+        found.append("no griddepcontrol.wait")
+    early = counts["griddepcontrol.launch_dependents"]
+    if name != "quantise queries" and (early > 0) != ("prefill" not in name):
+        found.append(f"{early} griddepcontrol.launch_dependents")
+    if not counts["16-byte loads"] or counts["single loads"] or counts["byte stores"]:
+        found.append("narrow accesses")
+    if ("bf16" not in name) != (counts["e4m3"] > 0):
+        found.append(f"{counts['e4m3']} conversions to e4m3")
+    return [f"{name}, {report['kernel']}: {complaint}" for complaint in found]
+
+
+@pytest.mark.parametrize("version", [INSTALLED, NEWEST])
+def test_kernels_compile_as_designed(
+    version: str, root: Path, clean_environ: dict[str, str], tmp_path: Path
+) -> None:
+    reports = compile_all(version, root, clean_environ, tmp_path)
+    kernels = [report["kernel"] for report in reports]
+    assert kernels.count("_rope_prologue_kernel") == 8 and kernels.count("_quantize_query_kernel") == 1
+    assert [line for report in reports for line in complaints(report)] == []
