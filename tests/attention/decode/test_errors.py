@@ -243,8 +243,8 @@ def test_fr_05_page_sizes(kind: str, page: int) -> None:
 
 @both
 @pytest.mark.parametrize("dim", [4, 12, 60, 100, 264, 576])
-def test_fr_23_head_dims(kind: str, dim: int) -> None:
-    """Row 2 of the known faults: nothing unsupported reaches a launch."""
+def test_fr_23_and_row_2_head_dims(kind: str, dim: int) -> None:
+    """Nothing unsupported reaches a launch."""
     t = FP8 if kind == "fp8" else BF16
     cache = zeros(PAGES, P, HKV, dim, dtype=t)
     expected = "a head dim of 8 to 256, a multiple of 8"

@@ -89,7 +89,9 @@ FR_07 += [(5, 8, "bf16", False), (5, 8, "fp8", True), (5, 8, "fp8", False), (5, 
 
 
 @pytest.mark.parametrize(("tokens", "group", "dtype", "dynamic"), FR_07)
-def test_fr_07_any_number_of_new_tokens(tokens: int, group: int, dtype: str, dynamic: bool) -> None:
+def test_fr_07_and_row_12_any_number_of_new_tokens(
+    tokens: int, group: int, dtype: str, dynamic: bool
+) -> None:
     check(DecodeCase((300, 65), group, 1, dtype=dtype, num_new_tokens=tokens, dynamic=dynamic))
 
 

@@ -182,6 +182,23 @@ def test_row_9_scores_far_below_zero_keep_their_softmax(dtype: str, path: str) -
     torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
 
 
+@DTYPES
+@EACH_PATH
+@pytest.mark.parametrize("page", [64, 8])
+def test_row_7_dead_rows_inside_a_live_page_do_not_matter(dtype: str, path: str, page: int) -> None:
+    """They hold NaN; then, in BF16, infinity of either sign: the bits stay the same."""
+    x = make((70, 1, 63, 129, 1000), dtype=dtype, page_size=page)
+    first = check(x, path)
+    if dtype == "fp8":
+        return  # e4m3 has no infinity
+    for value in (float("inf"), -float("inf")):
+        for cache in (x.cache.kcache, x.cache.vcache):
+            cache[cache.isnan()] = value
+        assert same_bits(attend(x, path), first)
+        for cache in (x.cache.kcache, x.cache.vcache):
+            cache[cache.isinf()] = float("nan")
+
+
 def test_row_1_nothing_to_do() -> None:
     """No request, or no page in the table: no launch error, and the next call works."""
     x = make(LENS)

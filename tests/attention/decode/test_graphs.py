@@ -70,7 +70,7 @@ def test_many_graphs_share_one_map() -> None:
 
 
 @pytest.mark.parametrize("path", ["dynamic", "static"])
-def test_fr_67_a_dirty_flag_neither_hangs_nor_shows(path: str) -> None:
+def test_fr_67_and_row_15_a_dirty_flag_neither_hangs_nor_shows(path: str) -> None:
     """The split flag is not read; the counters of the map are cleared by every assign."""
     inputs = make((4096, 300), "fp8", 1)
     flag = torch.ones(2, 1, dtype=torch.int32, device="cuda")
