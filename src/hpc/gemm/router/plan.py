@@ -16,7 +16,7 @@ MAX_SPLITS = 32
 MAX_ROW_K = 8192  # a weight row of the row kernel lies in registers
 STEP = 64  # K of one step of the tile kernel
 SMALL_ROWS = 16  # weight rows of a CTA of the small kernel
-BLOCK_K = 64  # K of one step of the portable kernel
+BLOCK_K = 32  # K of one step of the portable kernel
 
 # (block_m, block_n) of the tile kernel; 96 is 64 + 32.
 TILES = ((64, 32), (64, 64), (64, 96), (64, 128), (128, 64), (128, 96), (128, 128))
@@ -241,4 +241,4 @@ def _portable(key: Key) -> Plan:
     block_n = 64 if key.n > 32 else 32
     tiles = ceil(max(key.m, 1), block_m) * ceil(key.n, block_n)
     splits = max(1, min(2 * key.sms // tiles, ceil(key.k, 4 * BLOCK_K), MAX_SPLITS))
-    return Plan("block", block_m, block_n, splits)
+    return Plan("block", block_m, block_n, splits, 8 if block_m * block_n == 4096 else 4)
