@@ -23,7 +23,7 @@ from sglang_support import (
 import hpc
 
 HEADS = {"group8": (8, 1), "group4": (8, 2), "hy3": (64, 8)}
-# Both sides of the comparison use the stored codes: what is left is the rounding of the result and 16-bit probabilities.
+# Both sides use the stored codes: what is left is the rounding of the result and of probabilities to 16 bits.
 FP8_RMS = 6e-3
 MIN_PROCESS_LEN = 512
 
