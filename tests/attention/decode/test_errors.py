@@ -12,6 +12,7 @@ import torch
 
 import hpc
 from hpc.attention.decode import choose, plan, validate
+from hpc.attention.decode.arguments import Arguments
 from hpc.common import arch
 from hpc.common.errors import InvalidArgument, InvalidDtype, UnsupportedDevice
 
@@ -199,7 +200,7 @@ def test_strides_of_dimensions_of_one_do_not_matter(kind: str) -> None:
     for cache in (packed, odd, repeated):
         given = arguments(kind, kcache=cache, vcache=cache)
         scales = tuple(given.get(name) for name in ("qscale", "kscale", "vscale"))
-        args = validate.Arguments(
+        args = Arguments(
             "f", given["q"], cache, cache, given["block_ids"], given["num_seq_kvcache"], scales,
             1 if kind == "fp8" else -1,
         )  # fmt: skip

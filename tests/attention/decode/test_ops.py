@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hpc
 from hpc.attention.decode import ops, validate
+from hpc.attention.decode.arguments import Arguments
 from hpc.attention.decode.cases import DecodeInputs
 from hpc.attention.decode.choose import Plan
 
@@ -262,7 +263,7 @@ def test_the_plan_is_not_lost_under_compile(kind: str, plan: Plan, monkeypatch: 
     seen = []
     checked = validate.call
 
-    def watched(args: validate.Arguments) -> Any:
+    def watched(args: Arguments) -> Any:
         seen.append(args.plan)
         return checked(args)
 

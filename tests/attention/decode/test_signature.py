@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpc.attention.decode import entry
-from hpc.attention.decode.validate import Arguments, plain_numbers
+from hpc.attention.decode.arguments import Arguments, plain_numbers
 from hpc.common.errors import InvalidArgument
 
 FP8, BF16, I32, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.int32, torch.float32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpc.attention.decode import choose, entry, ops, validate
+from hpc.attention.decode import arguments, choose, entry, ops
 from hpc.common.quant import QuantType
 
 _QT1 = QuantType.QPERTOKEN_PERHEAD_KPERTENSOR_VPERTENSOR
@@ -128,7 +128,7 @@ def attention_decode_fp8(
 
     Source: as `attention_decode_bf16`; e4m3 by Micikevicius et al., "FP8 formats for deep learning" (2022).
     """
-    quant = 1 if quant_type is _QT1 else validate.quant_type("attention_decode_fp8", quant_type)
+    quant = 1 if quant_type is _QT1 else arguments.quant_type("attention_decode_fp8", quant_type)
     if torch.compiler.is_compiling():
         args = (q, kcache, vcache, block_ids, num_seq_kvcache, qscale, kscale, vscale, mtp, new_kv_included, quant,
                 splitk, task_map, split_flag, softmax_scale, window, logit_cap, sinks, return_lse, batch_invariant,

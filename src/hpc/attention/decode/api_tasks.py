@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpc.attention.decode import assign, choose, ops, validate
+from hpc.attention.decode import arguments, assign, choose, ops, validate
 from hpc.attention.decode.launch import scratch
 from hpc.common import arch, checks
 from hpc.common.errors import fail
@@ -89,7 +89,7 @@ def assign_attention_decode_task(
     checks.contiguous(name, "num_seq_kvcache", num_seq_kvcache)
     checks.int_range(name, "num_head_kv", num_head_kv, 1, MAX_KV_HEADS)
     remedy = "Here mtp is the number of query tokens a request, 1 for plain decode."
-    checks.int_range(name, "mtp", mtp, 1, validate.MAX_NEW_TOKENS, remedy)
+    checks.int_range(name, "mtp", mtp, 1, arguments.MAX_NEW_TOKENS, remedy)
     checks.int_range(name, "min_process_len", min_process_len, 0)
     if window is not None:
         checks.int_range(name, "window", window, 1, 2**30, "Pass None for no window.")
@@ -160,7 +160,7 @@ def get_attention_decode_scratch_size(
         ("v_head_dim", v_dim), ("page_size", page_size),
     ):  # fmt: skip
         checks.int_range(name, argument, value, 1)
-    checks.int_range(name, "mtp", mtp, 0, validate.MAX_NEW_TOKENS - 1)
+    checks.int_range(name, "mtp", mtp, 0, arguments.MAX_NEW_TOKENS - 1)
     blamed = ("num_head_q", "head_dim", "v_head_dim", "page_size")
     validate.sizes(name, num_head_q, num_head_kv, head_dim, v_dim, page_size, blamed)
     if dynamic and batch_invariant:
@@ -173,7 +173,7 @@ def get_attention_decode_scratch_size(
     key = choose.Key(
         sm90=hopper, sms=arch.sm_count(where), batch=num_batch, q_heads=num_head_q, kv_heads=num_head_kv,
         head_dim=head_dim, v_dim=v_dim, page_size=page_size, max_pages=1, num_new_tokens=mtp + 1,
-        quant_type=-1 if quant_type is None else validate.quant_type(name, quant_type), dynamic=dynamic,
+        quant_type=-1 if quant_type is None else arguments.quant_type(name, quant_type), dynamic=dynamic,
         batch_invariant=batch_invariant,
     )  # fmt: skip
     return 4 * scratch(key, choose.choose(key))[2]

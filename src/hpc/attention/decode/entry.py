@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hpc.attention.decode import choose, launch, validate
+from hpc.attention.decode.arguments import Arguments, plain_numbers
 from hpc.attention.decode.reference import decode_reference
-from hpc.attention.decode.validate import Arguments
 from hpc.common.errors import fail
 from hpc.common.metadata import metadata_check
 
@@ -29,7 +29,7 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def decode(*given: Any) -> Result:
-    """Run one call, given the fields of `validate.Arguments` in their order."""
+    """Run one call, given the fields of `Arguments` in their order."""
     (
         _, q, kcache, vcache, block_ids, seq_lens, scales, quant, mtp, new_kv_included, splitk, task_map,
         split_flag, output, softmax_scale, window, logit_cap, sinks, return_lse, batch_invariant, plan,
@@ -41,7 +41,7 @@ def decode(*given: Any) -> Result:
         and (softmax_scale is None or (type(softmax_scale) is float and math.isfinite(softmax_scale)))
         and (logit_cap is None or (type(logit_cap) is float and 0.0 < logit_cap < math.inf))
     ):
-        return decode(*validate.plain_numbers(Arguments(*given)))
+        return decode(*plain_numbers(Arguments(*given)))
     known: launch.Call | None = None
     quick: tuple[Any, ...] = ()
     signature: tuple[Any, ...] = ()

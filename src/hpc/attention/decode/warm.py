@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from hpc.attention.decode import cases, launch, validate
+from hpc.attention.decode.arguments import Arguments
 from hpc.attention.decode.case_lists import DecodeCase
 from hpc.attention.decode.choose import choose
 from hpc.common import env
@@ -70,7 +71,7 @@ def compile_shape(params: DecodeCase, target: str) -> None:
     inputs = cases.make_tensors(params, "cpu", seed=0)
     cache, scales = inputs.cache, (inputs.qscale, inputs.kscale, inputs.vscale)
     task_map = cases.make_task_map(inputs) if params.dynamic else None
-    arguments = validate.Arguments(
+    arguments = Arguments(
         "warmup", inputs.q, cache.kcache, cache.vcache, cache.block_ids, inputs.seq_lens, scales,
         params.quant_type if params.dtype == "fp8" else -1, params.num_new_tokens - 1, params.new_kv_included,
         task_map=task_map, **inputs.options,
