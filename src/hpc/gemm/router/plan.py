@@ -163,8 +163,8 @@ def table(gpu: str) -> dict[tuple[int, int], tuple[tuple[int, Plan], ...]]:
     }
 
 
-def dump(entries: dict[tuple[int, int], dict[int, Plan]]) -> str:
-    """The text of a table file."""
+def dump(entries: dict[tuple[int, int], dict[int, tuple[Plan, float]]]) -> str:
+    """The text of a table file from (n, k) -> {m: (plan, microseconds)}."""
     defaults = asdict(Plan("row", 1, 1))
 
     def brief(plan: Plan) -> dict[str, Any]:
@@ -173,8 +173,11 @@ def dump(entries: dict[tuple[int, int], dict[int, Plan]]) -> str:
 
     shapes = []
     for (n, k), plans in sorted(entries.items()):
-        rows = ",\n    ".join(json.dumps({"m": m, "plan": brief(plan)}) for m, plan in sorted(plans.items()))
-        shapes.append(f'  {{"n": {n}, "k": {k}, "plans": [\n    {rows}\n  ]}}')
+        rows = [
+            {"m": m, "time_us": round(us, 2), "plan": brief(plan)} for m, (plan, us) in sorted(plans.items())
+        ]
+        lines = ",\n    ".join(map(json.dumps, rows))
+        shapes.append(f'  {{"n": {n}, "k": {k}, "plans": [\n    {lines}\n  ]}}')
     return "[\n" + ",\n".join(shapes) + "\n]\n"
 
 
