@@ -1,7 +1,8 @@
 # make demo    decode a batch of mixed lengths, checked, with a picture of its schedule
 # make test    every test that this machine can run
-# make lint    style, types, and whether README's tables match the result files
+# make lint    style, types, and whether README's tables and the report match the result files
 # make bench   measure all operators on this machine's GPU
+# make tables  write the tables and the report from the result files
 # make docs    build the documentation into site/
 # make clean   remove environments and outputs
 #
@@ -32,6 +33,8 @@ SECOND_TRITON := .triton/$(TRITON_MAX)/.stamp
 endif
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
+REPORT := $(RUN) -m hpc bench report benchmarks/results -o docs/measured.md
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format bench tables docs triton-max clean
 
@@ -53,6 +56,7 @@ lint: $(SETUP)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) tools/readme_tables.py --check
+	$(REPORT) --check
 
 format: $(SETUP)
 	$(RUN) -m ruff check --fix .
@@ -60,10 +64,11 @@ format: $(SETUP)
 
 bench: $(SETUP)
 	$(RUN) -m hpc bench --save
-	$(RUN) tools/readme_tables.py
+	$(MAKE) tables
 
 tables: $(SETUP)
 	$(RUN) tools/readme_tables.py
+	$(REPORT)
 
 docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --site-dir site

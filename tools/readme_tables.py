@@ -1,6 +1,6 @@
 """Fill the tables of README.md and of the documentation from the committed result files.
 
-A page holds two comments, `<!-- table:decode -->` and `<!-- /table -->`; what stands between is generated.
+A page holds two comments, `<!-- table:decode -->` and `<!-- /table -->`; what stands between is generated: see `source_of` for the names.
 
     python tools/readme_tables.py            write
     python tools/readme_tables.py --check    exit with 1 if a page differs from what would be written
@@ -18,11 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from hpc.bench.report import origin  # noqa: E402
 from hpc.bench.results import Env, Row, latest, read  # noqa: E402
 from hpc.bench.table import notes, to_markdown  # noqa: E402
 from hpc.common import registry  # noqa: E402
 
 PAGES = ("README.md", "docs", "src")
+GPU = "H200"
 MARKED = re.compile(r"(<!-- table:(?P<name>[\w.-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -35,10 +37,16 @@ class Source:
     tag: str
 
 
-TABLES = {
-    "decode": Source("attention.decode", "H200", "target"),
-    "decode-all": Source("attention.decode", "H200", "bench"),
-}
+def source_of(name: str) -> Source:
+    """`decode`: the targets of the operator of that name or last part of a name; `decode-all`: all it times.
+
+    KeyError if there is no such operator.
+    """
+    op, _, every = name.partition("-")
+    found = [known for known in registry.names() if op in (known, known.rsplit(".", 1)[-1])]
+    if len(found) != 1 or every not in ("", "all"):
+        raise KeyError(f"no table {name!r}; operators: {', '.join(registry.names())}, or one of them with -all")
+    return Source(found[0], GPU, "bench" if every else "target")
 
 
 def rows_of(source: Source, results: Path) -> tuple[list[Env], list[Row]]:
@@ -51,13 +59,6 @@ def rows_of(source: Source, results: Path) -> tuple[list[Env], list[Row]]:
     chosen = sorted((row for row in latest(rows) if row.case in order), key=lambda row: order[row.case])
     used = {row.run_id for row in chosen}
     return [run for run in runs if run.run_id in used], chosen
-
-
-def origin(run: Env) -> str:
-    """One line that says where a run's numbers come from."""
-    commit = f", commit {run.commit[:10]}" if run.commit else ""
-    versions = f"driver {run.driver}, torch {run.torch}, triton {run.triton}, hpc {run.hpc}{commit}"
-    return f"{run.gpu}, {versions}, {(run.date or '')[:10]}"
 
 
 def render(source: Source, results: Path) -> str:
@@ -75,10 +76,10 @@ def render(source: Source, results: Path) -> str:
 
 
 def fill(page: str, results: Path) -> str:
-    """The page with every table replaced; KeyError for a table that is not in `TABLES`."""
+    """The page with every table replaced; KeyError for a table of no operator."""
 
     def replaced(match: re.Match[str]) -> str:
-        return f"{match[1]}{render(TABLES[match['name']], results)}{match[3]}"
+        return f"{match[1]}{render(source_of(match['name']), results)}{match[3]}"
 
     return MARKED.sub(replaced, page)
 

@@ -112,7 +112,16 @@ def test_markdown_table() -> None:
         "| case | floor | hpc | hpc/static | fa3 | flashinfer | best rival / hpc | of floor | rms error |"
     )
     assert lines[2] == "| A | 15.3 | 20.0 | 25.0 | 30.0 | 40.0 | 1.50x | 76 % | 1.7e-03 |"
+    assert lines[3] == "| B | 15.3 | 20.0 | - | 15.0 | - | ▼ 0.75x | 76 % | 1.7e-03 |", "a lost row is marked"
     assert lines[4] == "| C | 15.3 | - | - | - | - | - | - | 1.7e-03 |"
+
+
+def test_markdown_table_with_the_rivals_error() -> None:
+    rows = [replace(row, rms_rel=2.5e-2) if row.provider == "fa3" else row for row in _rows()]
+    lines = to_markdown(rows, rival_error=True).splitlines()
+    assert lines[0].endswith("| rms error | of that rival |")
+    assert lines[2].endswith("| 1.50x | 76 % | 1.7e-03 | 2.5e-02 |")
+    assert lines[4].endswith("| - | - | 1.7e-03 | - |")
 
 
 def test_notes_group_cases() -> None:

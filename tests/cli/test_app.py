@@ -16,7 +16,16 @@ from hpc.common.errors import InvalidArgument
 
 runner = CliRunner()
 COMMANDS = ["env", "demo", "check", "bench", "schedule", "warmup"]
-LEAVES = [["env"], ["demo"], ["check"], ["bench"], ["bench", "compare"], ["schedule"], ["warmup"]]
+LEAVES = [
+    ["env"],
+    ["demo"],
+    ["check"],
+    ["bench"],
+    ["bench", "report"],
+    ["bench", "compare"],
+    ["schedule"],
+    ["warmup"],
+]
 
 
 def test_help_lists_every_command() -> None:

@@ -167,3 +167,26 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     for arguments in ([str(tmp_path / "none"), str(new)], [str(broken), str(new)]):
         result = runner.invoke(app, ["bench", "compare", *arguments])
         assert result.exit_code == 2 and "Traceback" not in result.output
+
+
+def test_report_is_written_checked_and_printed(tmp_path: Path) -> None:
+    write_run(tmp_path / "results", "aaa", 20.0)
+    page = tmp_path / "out" / "report.md"
+    arguments = ["bench", "report", str(tmp_path / "results"), "-o", str(page), "--no-plots"]
+    assert runner.invoke(app, [*arguments, "--check"]).exit_code == 1, "there is no page yet"
+    assert runner.invoke(app, arguments).exit_code == 0
+    assert "fake.square" in page.read_text()
+    assert runner.invoke(app, [*arguments, "--check"]).exit_code == 0
+    page.write_text(page.read_text().replace("20.0", "10.0"))
+    assert runner.invoke(app, [*arguments, "--check"]).exit_code == 1
+    printed = runner.invoke(app, ["bench", "report", str(tmp_path / "results")])
+    assert printed.exit_code == 0 and printed.stdout.startswith("# Measured")
+    as_json = json.loads(runner.invoke(app, ["bench", "report", str(tmp_path / "results"), "--json"]).stdout)
+    assert as_json[0]["op"] == "fake.square" and as_json[0]["cases"][0]["lost"] is False
+
+
+def test_report_of_nothing_is_a_usage_error(tmp_path: Path) -> None:
+    for arguments in ([str(tmp_path)], [str(tmp_path / "none.jsonl")], ["--check"]):
+        result = runner.invoke(app, ["bench", "report", *arguments])
+        assert result.exit_code == 2, result.output
+        assert "Traceback" not in result.output

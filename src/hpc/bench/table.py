@@ -24,7 +24,7 @@ class Line:
         own, rival: this library's default path (its fastest, where that one has no time); the fastest rival.
         speedup: rival time / own time; above 1 the library is faster.
         fraction_of_floor: floor / own time.
-        rms_rel: error of the own path.
+        rms_rel, rival_rms: errors of the own path and of that rival.
     """
 
     op: str
@@ -36,6 +36,12 @@ class Line:
     speedup: float | None
     fraction_of_floor: float | None
     rms_rel: float | None
+    rival_rms: float | None = None
+
+    @property
+    def lost(self) -> bool:
+        """A rival is faster, however little."""
+        return self.speedup is not None and self.speedup < 1.0
 
 
 def summarise(rows: Iterable[Row]) -> list[Line]:
@@ -63,6 +69,7 @@ def _line(rows: Sequence[Row]) -> Line:
         speedup=speedup,
         fraction_of_floor=own.fraction_of_floor if own else None,
         rms_rel=own.rms_rel if own else next((row.rms_rel for row in rows if is_own(row.provider)), None),
+        rival_rms=rival.rms_rel if rival else None,
     )
 
 
@@ -90,12 +97,23 @@ def _list(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _cells(line: Line, columns: Sequence[str]) -> list[str]:
+LOST = "▼"  # before the ratio of a case that a rival wins
+
+
+def _cells(line: Line, columns: Sequence[str], rival_error: bool = False) -> list[str]:
     times = [_number(line.times_us.get(name)) for name in columns]
-    ratio = f"{line.speedup:.2f}x" if line.speedup is not None else "-"
+    ratio = (f"{LOST} " if line.lost else "") + ratio_text(line.speedup)
     fraction = f"{100 * line.fraction_of_floor:.0f} %" if line.fraction_of_floor is not None else "-"
-    error = f"{line.rms_rel:.1e}" if line.rms_rel is not None else "-"
-    return [line.case, _number(line.floor_us), *times, ratio, fraction, error]
+    errors = [line.rms_rel, line.rival_rms] if rival_error else [line.rms_rel]
+    shown = ["-" if error is None else f"{error:.1e}" for error in errors]
+    return [line.case, _number(line.floor_us), *times, ratio, fraction, *shown]
+
+
+def ratio_text(ratio: float | None) -> str:
+    """ "1.40x"; a third digit where two would round a lost row to 1.00."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.3f}x" if 0.995 <= ratio < 1.0 else f"{ratio:.2f}x"
 
 
 def _number(value: float | None) -> str:
@@ -104,8 +122,9 @@ def _number(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _heads(columns: Sequence[str]) -> list[str]:
-    return ["case", "floor", *columns, "best rival / hpc", "of floor", "rms error"]
+def _heads(columns: Sequence[str], rival_error: bool = False) -> list[str]:
+    errors = ["rms error", "of that rival"] if rival_error else ["rms error"]
+    return ["case", "floor", *columns, "best rival / hpc", "of floor", *errors]
 
 
 def to_rich(rows: Iterable[Row], title: str = "") -> Table:
@@ -126,11 +145,11 @@ def to_rich(rows: Iterable[Row], title: str = "") -> Table:
     return table
 
 
-def to_markdown(rows: Iterable[Row]) -> str:
-    """A Markdown table; times in us."""
+def to_markdown(rows: Iterable[Row], *, rival_error: bool = False) -> str:
+    """A Markdown table; times in us. A case that a rival wins is marked; `rival_error` adds that rival's error."""
     lines = summarise(rows)
     columns = providers_of(lines)
-    heads = _heads(columns)
+    heads = _heads(columns, rival_error)
     text = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
-    text += ["| " + " | ".join(_cells(line, columns)) + " |" for line in lines]
+    text += ["| " + " | ".join(_cells(line, columns, rival_error)) + " |" for line in lines]
     return "\n".join(text) + "\n"

@@ -13,6 +13,7 @@ import typer
 from hpc.cli import terminal
 from hpc.cli.bench import run as run_bench
 from hpc.cli.bench_compare import run as run_compare
+from hpc.cli.bench_report import run as run_report
 from hpc.cli.check import run as run_check
 from hpc.cli.demo import run as run_demo
 from hpc.cli.env import run as run_env
@@ -53,6 +54,7 @@ def _root(
 
 bench = typer.Typer(cls=terminal.DefaultGroup, no_args_is_help=False)
 bench.command("run", epilog="Also: hpc bench report, hpc bench compare.")(run_bench)
+bench.command("report")(run_report)
 bench.command("compare")(run_compare)
 
 app.command("env")(run_env)
