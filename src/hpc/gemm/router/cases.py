@@ -86,7 +86,7 @@ def make_inputs(params: RouterCase, device: torch.device | str, seed: int) -> Ge
 def multiply(inputs: GemmInputs, **more: Any) -> torch.Tensor:
     """The public function."""
     high, low, *third = inputs.parts
-    third_part = {"w_third": third[0]} if third else {}
+    third_part: dict[str, Any] = {"w_third": third[0]} if third else {}
     return hpc.gemm_bf16xfp32(
         inputs.x, high, low, DEFAULT_SCALE, use_fp32_output=inputs.params.fp32_output, **third_part, **more
     )

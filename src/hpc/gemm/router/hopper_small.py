@@ -47,7 +47,7 @@ def _weights(ptr, n0, stride, k0, n_end, k_end, C: gl.constexpr):
     for j in gl.static_range(CHUNKS):
         offset, mask = _offsets(n0, stride, k0 + j * 32, n_end, k_end, ROWS, L, C)
         block = gl.load(ptr + offset, mask=mask, other=0.0)
-        blocks = blocks + (block,)  # noqa: RUF005
+        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
     return blocks
 
 
@@ -88,7 +88,7 @@ def _router_small_kernel(x_ptr, high_ptr, low_ptr, third_ptr, out_ptr, num_token
     for j in gl.static_range(CHUNKS):
         offset, mask = _offsets(m0, stride_x, k0 + j * 32, num_tokens, k_end, MT, LX, C)
         block = gl.load(x_ptr + offset, mask=mask, other=0.0)
-        tokens = tokens + (block,)  # noqa: RUF005
+        tokens = tokens + (block,)  # type: ignore[assignment]  # noqa: RUF005
     for j in gl.static_range(CHUNKS):
         x = gl.convert_layout(_operand(tokens[j], MT, C).permute([0, 2, 1]), LB, assert_trivial=True)
         acc_high = mma_v2(gl.convert_layout(_operand(high[j], ROWS, C), LA, assert_trivial=True), x, acc_high)
