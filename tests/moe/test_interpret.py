@@ -11,11 +11,19 @@ import pytest
 import torch
 from moe_support import interpret, key_of
 
+from hpc.common.operator import Tolerance
 from hpc.moe import case_lists, cases, plan
 from hpc.moe.case_lists import MoeCase
 from hpc.testing import measure
 
 pytestmark = pytest.mark.interpret
+
+
+def limits(params: MoeCase) -> Tolerance:
+    """fp32 accumulation flips next to nothing; but with block scales a quotient by the row's own maximum can be an
+    exact tie of e4m3, which the last bit of an fp32 scale decides."""
+    return cases.tolerance(params) if params.block else cases.EXACT_TOLERANCE
+
 
 CASES = {case.name: case.params for case in case_lists.interpret_cases()}
 
@@ -24,26 +32,26 @@ CASES = {case.name: case.params for case in case_lists.interpret_cases()}
 def test_against_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = cases.make_inputs(CASES[name], "cpu", seed=3)
     out, _, _ = interpret(monkeypatch, inputs)
-    accuracy, limits = measure(out, cases.reference(inputs)), cases.tolerance(inputs.params)
-    assert accuracy.within(limits), f"{accuracy}, limits {limits}"
+    accuracy = measure(out, cases.reference(inputs))
+    assert accuracy.within(limits(inputs.params)), accuracy
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, params in CASES.items() if params.tokens < 40])
 def test_tiny_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launches without an index."""
     inputs = cases.make_inputs(CASES[name], "cpu", seed=4)
     chosen = plan.Plan("tiny", 16, 16, True, tiny=plan.Tiny(8, 64, 4, 32, 4))
     assert plan.is_legal(chosen, key_of(inputs)) is None
     out, _, _ = interpret(monkeypatch, inputs, chosen)
-    accuracy, limits = measure(out, cases.reference(inputs)), cases.tolerance(inputs.params)
-    assert accuracy.within(limits), f"{accuracy}, limits {limits}"
+    accuracy = measure(out, cases.reference(inputs))
+    assert accuracy.within(limits(inputs.params)), accuracy
 
 
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize(("tile", "fused"), [(16, False), (32, True), (32, False)])
 def test_every_plan(block: bool, tile: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting in one launch and in three, tiles of other heights: the same result, bit for bit."""
-    inputs = cases.make_inputs(MoeCase(40, 3, 128, 80, top_k=2, block=block, routing="zipf"), "cpu", seed=1)
+    inputs = cases.make_inputs(MoeCase(20, 3, 128, 80, top_k=2, block=block, routing="zipf"), "cpu", seed=1)
     usual, _, _ = interpret(monkeypatch, inputs)
     chosen = replace(plan.choose(key_of(inputs)), tile=tile, fused_index=fused, chunk=16)
     assert plan.is_legal(chosen, key_of(inputs)) is None

@@ -16,13 +16,16 @@ from hpc.moe import case_lists
 from hpc.moe.case_lists import MoeCase
 from hpc.moe.reference import BLOCK, moe_reference
 
-# Rounding the output to bf16 leaves 1.7e-3 RMS. The products' accumulation may flip a rounding to bf16 or e4m3 on the
-# way, and e4m3 has steps of 6 to 12 %: 2e-3 to 4.5e-3 in all. Without the bf16 rounding of gate and up, or with scales
-# of 256 columns, it is above 6e-3.
-TOLERANCE = Tolerance(rms=5e-3, max=2.5e-2)
-# A single token routed to few experts has few values for the flips to average over.
-FEW_TOLERANCE = Tolerance(rms=1.5e-2, max=5e-2)
-FEW = 4096  # intermediate values of all pairs
+# Rounding the output to bf16 leaves 1.7e-3 RMS. The FP8 matrix instructions keep 14 bits while they add, which puts a
+# relative error near 1.5e-4 on gate and up: enough to flip some roundings to bf16, and through them some to e4m3, whose
+# steps are 6 to 12 %. That is 5e-3 to 6e-3 RMS in all where many values average. Without the rounding of gate and up to
+# bf16 it would be 1.2e-2 to 2e-2.
+TOLERANCE = Tolerance(rms=9e-3, max=4e-2)
+# A few tokens have few values for the flips to average over: 1.0e-2 was seen.
+FEW_TOLERANCE = Tolerance(rms=1.6e-2, max=6e-2)
+FEW = 16384  # intermediate values of all pairs
+# Kernels that accumulate in fp32 flip next to nothing.
+EXACT_TOLERANCE = Tolerance(rms=2.6e-3, max=1.2e-2)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,9 @@ class Call:
         fixed = (bins, chunk, plan.power_of_two(pairs), chosen.tile, chosen.fused_index, True, self.pdl)
         fields = ("counts", "totals", "expert", "start", "rows", "num_tiles", "pair", "row", "counters")
 
-        def run(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+        def run(
+            stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
+        ) -> None:
             if place.compiled:
                 base = scratch.data_ptr()
                 at = [base + getattr(layout, name) for name in fields]
@@ -120,7 +122,9 @@ class Call:
         )  # fmt: skip
         tiles = ("expert", "start", "rows", "num_tiles", "pair")
 
-        def run(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+        def run(
+            stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
+        ) -> None:
             tensors = (args.x, args.x_scale, args.w13, args.w13_scale, args.act_scale, args.w2, args.w2_scale)
             if down.compiled:
                 base = scratch.data_ptr()
@@ -163,7 +167,9 @@ class Call:
         up_places = [getattr(layout, name) for name in (*tiles, "counters", "parts", "act", "act_scale")]
         down_places = [getattr(layout, name) for name in ("act_scale", *tiles, "y")]
 
-        def run_up(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+        def run_up(
+            stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
+        ) -> None:
             tensors = (args.x, args.x_scale, args.w13_scale, args.act_scale)
             if gate_up.compiled:
                 base = scratch.data_ptr()
@@ -181,7 +187,9 @@ class Call:
                 ]  # fmt: skip
             gate_up(up_grid, stream, (*desc, *pointers, *places, *up_fixed))
 
-        def run_down(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+        def run_down(
+            stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
+        ) -> None:
             act = scratch[layout.act :].view(torch.float8_e4m3fn)
             if product.compiled:
                 base = scratch.data_ptr()
@@ -250,7 +258,9 @@ class Call:
             key.block_scales, shared, *tail,
         )  # fmt: skip
 
-        def run_up(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+        def run_up(
+            stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
+        ) -> None:
             tensors = (args.x, args.x_scale, args.w13, args.w13_scale, args.act_scale, args.topk_ids)
             if gate_up.compiled:
                 base = scratch.data_ptr()
@@ -261,7 +271,9 @@ class Call:
                 pointers = [act if t is None else _as_bytes(t) for t in (*tensors, act)]
             gate_up(up_grid, stream, (*pointers, *up_fixed))
 
-        def run_down(stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+        def run_down(
+            stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
+        ) -> None:
             tensors = (args.w2, args.w2_scale, args.topk_ids, args.topk_scale, args.shared_output, out)
             if down.compiled:
                 base = scratch.data_ptr() + layout.act

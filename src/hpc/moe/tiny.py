@@ -126,7 +126,11 @@ def _moe_tiny_down_kernel(
             s = tl.max(tl.abs(groups), 1) / 448.0
             q = _value(e4m3_bytes(groups / (s + 1e-8)[:, None], HARDWARE), HARDWARE)
             g = tl.arange(0, IP // 128)
-            at = w_scale_ptr + expert * (w_scale_rows * w_scale_cols) + tl.program_id(0) * COLS // 128 * w_scale_cols
+            at = (
+                w_scale_ptr
+                + expert * (w_scale_rows * w_scale_cols)
+                + tl.program_id(0) * COLS // 128 * w_scale_cols
+            )
             s = s * tl.load(at + g, mask=ours & (g * 128 < I), other=0.0)
             a_value = tl.reshape(q * s[:, None], [IP])
             y = tl.sum(_value(weights[k], HARDWARE) * a_value[None, :], 1)
