@@ -71,7 +71,7 @@ def _producer(w_desc, x_ptr, xs_ptr, wbuf, xbuf, sbuf, full_bars, empty_bars, ex
     kk = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, C.GATHER)), 0)
     sn = gl.arange(0, C.N, gl.BlockedLayout([1], [32], [C.PWARPS], [0]))
     pdl_wait(C.PDL)
-    u, last, per = _work(num_tiles_ptr, C)
+    u, last, _ = _work(num_tiles_ptr, C)
     num_items = gl.load(num_tiles_ptr) * C.RT
     if not C.SPLIT:
         u = gl.program_id(0)
