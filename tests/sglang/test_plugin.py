@@ -1,0 +1,496 @@
+"""The attention backend `hpc`: registered and driven through stand-ins that have the interface of SGLang's classes."""
+
+from __future__ import annotations
+
+import enum
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from sglang_support import BF16_TOLERANCE_RMS, FP8, Pool, attention, need, put, rms, to_fp8
+
+from hpc.common.errors import InvalidArgument
+
+PREFILL = ("attention_with_kvcache_prefill_bf16", "attention_with_kvcache_prefill_fp8", "quantize_query_fp8")
+# Queries are rounded to e4m3 as well, which the reference does not do: 2^-4 / sqrt(3) of the scores at most.
+FP8_RMS = 5e-2
+
+
+class ForwardMode(enum.Enum):
+    EXTEND, DECODE, MIXED, IDLE, TARGET_VERIFY, DRAFT_EXTEND_V2, DLLM_EXTEND = range(7)
+
+    def is_decode_or_idle(self) -> bool:
+        return self in (ForwardMode.DECODE, ForwardMode.IDLE)
+
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+    def is_idle(self) -> bool:
+        return self is ForwardMode.IDLE
+
+    def is_target_verify(self) -> bool:
+        return self is ForwardMode.TARGET_VERIFY
+
+    def is_dllm_extend(self) -> bool:
+        return self is ForwardMode.DLLM_EXTEND
+
+    def is_extend(self) -> bool:
+        return self in (
+            ForwardMode.EXTEND,
+            ForwardMode.MIXED,
+            ForwardMode.TARGET_VERIFY,
+            ForwardMode.DLLM_EXTEND,
+        )
+
+
+class AttentionBackend:
+    """SGLang's base class as far as a step goes through it."""
+
+    def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):  # type: ignore[no-untyped-def]
+        if forward_batch.forward_mode.is_idle():
+            return q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        to = self.forward_decode if forward_batch.forward_mode.is_decode() else self.forward_extend  # type: ignore[attr-defined]
+        return to(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+
+
+class KVWriteLoc:
+    def __init__(self, loc: torch.Tensor, swa_loc: torch.Tensor | None = None) -> None:
+        self.loc, self.swa_loc = loc, swa_loc
+
+
+class KVPool:
+    """`MHATokenToKVPool` of one layer; with `window_pool`, `SWAKVPool`: full layers even, window layers odd."""
+
+    def __init__(self, pool: Pool, window_pool: Pool | None = None) -> None:
+        self.pools = (pool, window_pool or pool)
+        if window_pool is not None:
+            self.layers_mapping = {layer: (layer // 2, bool(layer % 2)) for layer in range(4)}
+            mapping = torch.full((pool.k_buffer.shape[0] + 1,), -1, dtype=torch.int64)
+            for request in range(len(pool.lens)):
+                mapping[pool.slots(request)] = window_pool.slots(request)
+            self.full_to_swa_index_mapping = mapping.to(pool.device)
+
+    def translate_loc_from_full_to_swa(self, slots: torch.Tensor) -> torch.Tensor:
+        return self.full_to_swa_index_mapping[slots]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = self.pools[layer_id % 2]
+        return pool.k_buffer, pool.v_buffer
+
+    def set_kv_buffer(
+        self, layer: Any, where: KVWriteLoc, k: Any, v: Any, k_scale: Any, v_scale: Any
+    ) -> None:
+        slots = where.swa_loc if layer.layer_id % 2 and self.pools[0] is not self.pools[1] else where.loc
+        assert slots is not None
+        for buffer, rows, scale in zip(
+            self.get_kv_buffer(layer.layer_id), (k, v), (k_scale, v_scale), strict=True
+        ):
+            put(buffer, slots, rows.float() if scale is None else rows.float() / scale)
+
+
+class RadixAttention(torch.nn.Module):
+    """The attributes of SGLang's layer that a backend reads."""
+
+    def __init__(self, heads: tuple[int, int], head_dim: int, layer_id: int = 0, **more: Any) -> None:
+        super().__init__()
+        self.tp_q_head_num, self.tp_k_head_num = heads
+        self.tp_v_head_num, self.head_dim, self.v_head_dim = heads[1], head_dim, head_dim
+        self.layer_id, self.scaling, self.logit_cap, self.sliding_window_size = (
+            layer_id,
+            head_dim**-0.5,
+            0.0,
+            -1,
+        )
+        self.k_scale = self.v_scale = None
+        self.attn_type, self.is_cross_attention, self.xai_temperature_len = "decoder", False, -1
+        self.logit_capping_method = "tanh"
+        for name, value in more.items():
+            assert hasattr(self, name)
+            setattr(self, name, value)
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """The four modules that the plugin imports, with 0.5.17's and 0.5.23's names in them."""
+    from hpc.integrations import sglang as plugin
+
+    backends: dict[str, Any] = {}
+    choices = ["fa3", "hpc_ops"]
+
+    def register_attention_backend(name: str) -> Any:
+        return lambda create: backends.setdefault(name, create)
+
+    content = {
+        "sglang.srt.layers.attention.attention_registry": {
+            "ATTENTION_BACKENDS": backends, "register_attention_backend": register_attention_backend,
+        },
+        "sglang.srt.server_args": {
+            "ATTENTION_BACKEND_CHOICES": choices, "add_attention_backend_choices": choices.extend,
+        },
+        "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
+        "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
+    }  # fmt: skip
+    for name, values in content.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            module = types.ModuleType(".".join(parts[:end]))
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, module.__name__, sys.modules.get(module.__name__, module))
+        for key, value in values.items():
+            monkeypatch.setattr(sys.modules[name], key, value, raising=False)
+    plugin.backend_class.cache_clear()
+    yield types.SimpleNamespace(backends=backends, choices=choices, plugin=plugin)
+    plugin.backend_class.cache_clear()
+
+
+def runner(pool: Pool, layers: Sequence[RadixAttention], kv_pool: KVPool | None = None, **more: Any) -> Any:
+    dtype = torch.bfloat16 if pool.k_buffer.dtype != FP8 else FP8
+    values = {
+        "use_mla_backend": False,
+        "model_config": types.SimpleNamespace(is_encoder_decoder=False),
+        "token_to_kv_pool": kv_pool or KVPool(pool),
+        "page_size": pool.page,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": dtype,
+        "is_draft_worker": False,
+        "req_to_token_pool": types.SimpleNamespace(
+            req_to_token=pool.req_to_token.to(pool.device), size=pool.req_to_token.shape[0] - 1
+        ),
+        "model": torch.nn.ModuleList(layers),
+        **more,
+    }
+    return types.SimpleNamespace(**values)
+
+
+def batch_of(pool: Pool, mode: ForwardMode, fresh: Sequence[int], pad_to: int = 0, **more: Any) -> Any:
+    """A `ForwardBatch` in which the last fresh[b] tokens of each request are new."""
+    verify = mode is ForwardMode.TARGET_VERIFY
+    lens = torch.tensor(
+        [length - (new if verify else 0) for length, new in zip(pool.lens, fresh, strict=True)]
+    )
+    slots = torch.cat([pool.slots(b, pool.lens[b] - new) for b, new in enumerate(fresh)])
+    padding = max(0, pad_to - len(fresh))
+    values = {
+        "forward_mode": mode,
+        "batch_size": len(fresh) + padding,
+        "seq_lens": torch.nn.functional.pad(lens, (0, padding), value=1),
+        "req_pool_indices": torch.nn.functional.pad(pool.req_pool_indices, (0, padding)),
+        "out_cache_loc": torch.nn.functional.pad(slots, (0, padding * fresh[0])),
+        "extend_seq_lens": torch.tensor(fresh),
+        "extend_seq_lens_cpu": list(fresh),
+        "spec_info": types.SimpleNamespace(topk=1, tree_topk=1, draft_token_num=fresh[0]) if verify else None,
+        **more,
+    }
+    tensors = {name: v.to(pool.device) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+    return types.SimpleNamespace(**tensors)
+
+
+def draw(rows: int, layer: RadixAttention, device: torch.device, seed: int = 1) -> list[torch.Tensor]:
+    """q `[rows, heads * dim]`, k and v `[rows, KV heads, dim]`."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(rows, layer.tp_q_head_num * layer.head_dim, generator=generator)
+    k = torch.randn(rows, layer.tp_k_head_num, layer.head_dim, generator=generator)
+    v = torch.randn(rows, layer.tp_v_head_num, layer.v_head_dim, generator=generator)
+    return [t.to(device, torch.bfloat16) for t in (q, k, v)]
+
+
+def expected(pool: Pool, q: torch.Tensor, fresh: Sequence[int], layer: RadixAttention) -> torch.Tensor:
+    """Attention of the tokens in the pool, request by request."""
+    window = None if layer.sliding_window_size < 0 else layer.sliding_window_size + 1
+    scales = [1.0 if s is None else float(s) for s in (layer.k_scale, layer.v_scale)]
+    out, at = [], 0
+    queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+    for request, count in enumerate(fresh):
+        slots = pool.slots(request).to(pool.device)
+        rows = [
+            (b.view(torch.uint8)[slots].view(FP8) if b.dtype == FP8 else b[slots]).float() * scale
+            for b, scale in zip((pool.k_buffer, pool.v_buffer), scales, strict=True)
+        ]
+        out.append(attention(queries[at : at + count], *rows, scale=layer.scaling, window=window))
+        at += count
+    return torch.cat(out).flatten(1)
+
+
+def check(out: torch.Tensor, want: torch.Tensor, fp8: bool) -> None:
+    assert out.dtype == torch.bfloat16 and out.shape == want.shape
+    assert rms(out, want) < (FP8_RMS if fp8 else BF16_TOLERANCE_RMS)
+
+
+# --- registration -------------------------------------------------------------------------------------
+
+
+def test_import_needs_no_sglang(clean_environ: dict[str, str]) -> None:
+    code = "import sys, hpc.integrations.sglang; assert 'sglang' not in sys.modules and 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env=clean_environ, check=True, timeout=120)
+
+
+def test_register_adds_name_and_choice_once(sglang: types.SimpleNamespace) -> None:
+    for _ in range(2):
+        sglang.plugin.register()
+    assert sglang.choices == ["fa3", "hpc_ops", "hpc"]
+    assert list(sglang.backends) == ["hpc"]
+    pool = Pool((5,), 1, torch.bfloat16, torch.device("cpu"))
+    backend = sglang.backends["hpc"](runner(pool, [RadixAttention((4, 1), 64)]))
+    assert isinstance(backend, AttentionBackend) and not backend.needs_cpu_seq_lens
+    assert backend.get_cuda_graph_seq_len_fill_value() == 1
+
+
+def test_entry_point_is_declared(root) -> None:  # type: ignore[no-untyped-def]
+    text = (root / "pyproject.toml").read_text()
+    assert '[project.entry-points."sglang.srt.plugins"]\nhpc = "hpc.integrations.sglang:register"' in text
+
+
+REFUSED = {
+    "mla": ({"use_mla_backend": True}, "latent attention"),
+    "encoder_decoder": ({"model_config": types.SimpleNamespace(is_encoder_decoder=True)}, "encoder-decoder"),
+    "page_size": ({"page_size": 48}, "--page-size 64"),
+    "float16": ({"dtype": torch.float16}, "--dtype bfloat16"),
+    "kv_dtype": ({"kv_cache_dtype": torch.float8_e5m2}, "fp8_e4m3"),
+    "draft_model": ({"is_draft_worker": True}, "--speculative-draft-attention-backend"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_refused_when_the_server_starts(
+    case: tuple[dict[str, Any], str], sglang: types.SimpleNamespace
+) -> None:
+    changes, remedy = case
+    pool = Pool((5,), 1, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(InvalidArgument, match=remedy):
+        sglang.plugin.create(runner(pool, [RadixAttention((4, 1), 64)], **changes))
+
+
+LAYERS = {
+    "cross": ({"is_cross_attention": True}, {}),
+    "encoder": ({"attn_type": "encoder_only"}, {}),
+    "temperature": ({"xai_temperature_len": 8}, {}),
+    "other_cap": ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, {}),
+    "score_mod": ({}, {"score_mod": len}),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
+def test_refused_at_a_layer(
+    case: tuple[dict[str, Any], dict[str, Any]], sglang: types.SimpleNamespace
+) -> None:
+    changes, kwargs = case
+    pool = Pool((5,), 1, torch.bfloat16, torch.device("cpu"))
+    layer = RadixAttention((4, 1), 128, **changes)
+    backend = sglang.plugin.create(runner(pool, [layer]))
+    batch = batch_of(pool, ForwardMode.DECODE, [1])
+    backend.init_forward_metadata(batch)
+    with pytest.raises(InvalidArgument, match="another backend"):
+        backend.forward(*draw(1, layer, pool.device), layer, batch, **kwargs)
+
+
+@pytest.mark.parametrize("spec", [{"topk": 4, "tree_topk": 4}, {"topk": 1, "tree_topk": -1}, {}], ids=str)
+def test_trees_of_drafts_are_refused(spec: dict[str, int], sglang: types.SimpleNamespace) -> None:
+    pool = Pool((9,), 1, torch.bfloat16, torch.device("cpu"))
+    backend = sglang.plugin.create(runner(pool, [RadixAttention((4, 1), 128)]))
+    info = types.SimpleNamespace(draft_token_num=4, **spec)
+    with pytest.raises(InvalidArgument, match="topk 1"):
+        backend.init_forward_metadata(batch_of(pool, ForwardMode.TARGET_VERIFY, [4], spec_info=info))
+
+
+# --- steps --------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "qwen3": ((8, 2), 128, 64),
+    "group_12": ((12, 1), 64, 16),
+    "head_dim_256": ((4, 4), 256, 1),
+    "head_dim_80": ((6, 2), 80, 256),
+}
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_decode(
+    shape: tuple[tuple[int, int], int, int], fp8: bool, sglang: types.SimpleNamespace, device: torch.device
+) -> None:
+    """An eager step: the pool stores the new rows, then each request sees all its tokens."""
+    heads, dim, page = shape
+    need("quantize_query_fp8")
+    pool = Pool((300, 1, 65), heads[1], FP8 if fp8 else torch.bfloat16, device, head_dim=dim, page=page)
+    pool.fill(fresh=[1] * 3)
+    layer = RadixAttention(heads, dim)
+    if fp8:  # SGLang's parameters are 0-d
+        layer.k_scale, layer.v_scale = torch.tensor(0.5, device=device), torch.tensor(0.25, device=device)
+    backend = sglang.plugin.create(runner(pool, [layer]))
+    batch = batch_of(pool, ForwardMode.DECODE, [1] * 3)
+    backend.init_forward_metadata(batch)
+    assert backend.step.task_maps, "eager steps are scheduled too"
+    q, k, v = draw(3, layer, device)
+    out = backend.forward(q, k, v, layer, batch)
+    stored = (
+        pool.k_buffer.view(torch.uint8)[batch.out_cache_loc] if fp8 else pool.k_buffer[batch.out_cache_loc]
+    )
+    assert torch.equal(stored, to_fp8(k.float() / 0.5).view(torch.uint8) if fp8 else k)
+    check(out, expected(pool, q, [1] * 3, layer), fp8)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_verification_of_drafts(
+    rows: int, fp8: bool, sglang: types.SimpleNamespace, device: torch.device
+) -> None:
+    """Each draft token sees the ones before it; SGLang's lengths do not count them."""
+    need("quantize_query_fp8")
+    pool = Pool((200, 70, rows), 2, FP8 if fp8 else torch.bfloat16, device)
+    fresh = [rows] * 3
+    pool.fill(fresh=fresh)
+    layer = RadixAttention((8, 2), 128)
+    backend = sglang.plugin.create(runner(pool, [layer]))
+    batch = batch_of(pool, ForwardMode.TARGET_VERIFY, fresh)
+    backend.init_forward_metadata(batch)
+    q, k, v = draw(3 * rows, layer, device)
+    check(backend.forward(q, k, v, layer, batch), expected(pool, q, fresh, layer), fp8)
+
+
+FEATURES = {
+    "window": {"sliding_window_size": 31},
+    "scaling": {"scaling": 0.2},
+    "cap": {"logit_cap": 5.0},
+    "sinks": {},
+}
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.MIXED], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_layer_options_reach_the_operators(
+    feature: str, mode: ForwardMode, sglang: types.SimpleNamespace, device: torch.device
+) -> None:
+    """Window, scale, soft cap and sinks, each against float64; the window is SGLang's count of earlier tokens."""
+    fresh = [1, 1] if mode is ForwardMode.DECODE else [40, 1]
+    if mode is not ForwardMode.DECODE:
+        need(*PREFILL)
+    pool = Pool((200, 70), 1, torch.bfloat16, device)
+    pool.fill(fresh=fresh)
+    layer = RadixAttention((4, 1), 128, **FEATURES[feature])
+    backend = sglang.plugin.create(runner(pool, [layer]))
+    batch = batch_of(pool, mode, fresh)
+    backend.init_forward_metadata(batch)
+    q, k, v = draw(sum(fresh), layer, device)
+    kwargs, want = {}, None
+    if feature == "sinks":
+        sinks = torch.tensor([1.0, 3.0, -2.0, 6.0], device=device)
+        kwargs["sinks"] = sinks.to(torch.bfloat16)
+    out = backend.forward(q, k, v, layer, batch, **kwargs)
+    if feature in ("cap", "sinks"):
+        want = with_changed_logits(pool, q, fresh, layer, kwargs.get("sinks"))
+    check(out, expected(pool, q, fresh, layer) if want is None else want, False)
+
+
+def with_changed_logits(
+    pool: Pool, q: torch.Tensor, fresh: Sequence[int], layer: RadixAttention, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """One KV head: c * tanh(s / c), and a sink as one more logit without a value."""
+    out, at = [], 0
+    for request, count in enumerate(fresh):
+        slots = pool.slots(request).to(pool.device)
+        k, v = pool.k_buffer[slots][:, 0].double(), pool.v_buffer[slots][:, 0].double()
+        queries = q[at : at + count].view(count, layer.tp_q_head_num, -1).double()
+        at += count
+        logits = torch.einsum("qhd,kd->hqk", queries, k) * layer.scaling
+        if layer.logit_cap > 0:
+            logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
+        late = torch.arange(len(k))[None] > torch.arange(len(k) - count, len(k))[:, None]
+        logits = logits.masked_fill(late.to(logits.device), -torch.inf)
+        if sinks is not None:
+            extra = sinks.double()[:, None, None].expand(-1, count, 1)
+            logits = torch.cat((logits, extra), -1)
+        weights = logits.softmax(-1)[..., : len(k)]
+        out.append(torch.einsum("hqk,kd->qhd", weights, v).flatten(1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_extend(
+    shape: tuple[tuple[int, int], int, int], fp8: bool, sglang: types.SimpleNamespace, device: torch.device
+) -> None:
+    """A whole prompt, a chunk behind a prefix, and a decoding request in one mixed batch."""
+    need(*PREFILL)
+    heads, dim, page = shape
+    fresh = [60, 70, 1]
+    pool = Pool((60, 200, 90), heads[1], FP8 if fp8 else torch.bfloat16, device, head_dim=dim, page=page)
+    pool.fill(fresh=fresh)
+    layer = RadixAttention(heads, dim)
+    backend = sglang.plugin.create(runner(pool, [layer]))
+    batch = batch_of(pool, ForwardMode.MIXED, fresh)
+    backend.init_forward_metadata(batch)
+    q, k, v = draw(sum(fresh), layer, device)
+    check(backend.forward(q, k, v, layer, batch), expected(pool, q, fresh, layer), fp8)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=lambda mode: mode.name)
+def test_graph_buffers_are_refilled(
+    mode: ForwardMode, sglang: types.SimpleNamespace, device: torch.device
+) -> None:
+    """Capture, then two replays with other lengths and pages: the recorded half alone has to refresh everything.
+
+    Captured batches of 2 and 4 share buffers and schedule; the last row or two are padding.
+    """
+    rows = 1 if mode is ForwardMode.DECODE else 3
+    layer = RadixAttention((8, 2), 128)
+    first = Pool((100, 60, 20), 2, torch.bfloat16, device)
+    backend = sglang.plugin.create(runner(first, [layer]))
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * rows)
+    addresses = set()
+    for seed, (lens, size) in enumerate(
+        (((100, 60, 20), 4), ((400, 9), 2), ((64, 65, 3, 511), 4), ((77,), 2))
+    ):
+        pool = Pool(lens, 2, torch.bfloat16, device, seed=seed)
+        fresh = [rows] * len(lens)
+        pool.fill(fresh=fresh)
+        backend.pool = KVPool(pool)
+        backend.tables.req_to_token = pool.req_to_token.to(device)
+        batch = batch_of(pool, mode, fresh, pad_to=size)
+        backend.init_forward_metadata_out_graph(batch, in_capture=seed < 2)
+        backend.init_forward_metadata_in_graph(batch)
+        addresses.add((size, backend.step.table.data_ptr(), backend.step.seq_lens.data_ptr()))
+        q, k, v = draw(size * rows, layer, device, seed)
+        out = backend.forward(q, k, v, layer, batch)
+        live = len(lens) * rows
+        check(out[:live], expected(pool, q[:live], fresh, layer), False)
+    assert len(addresses) == 2, "one address a captured batch size"
+
+
+def test_windows_in_a_pool_of_their_own(sglang: types.SimpleNamespace, device: torch.device) -> None:
+    """SGLang's hybrid pool: even layers see everything, odd layers a window, from slots of their own numbering."""
+    full = Pool((200, 70), 1, torch.bfloat16, device, seed=1)
+    window = Pool((200, 70), 1, torch.bfloat16, device, seed=2)
+    for pool in (full, window):
+        pool.fill(fresh=[1, 1])
+    layers = [RadixAttention((4, 1), 128), RadixAttention((4, 1), 128, layer_id=1, sliding_window_size=20)]
+    backend = sglang.plugin.create(runner(full, layers, KVPool(full, window)))
+    backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
+    batch = batch_of(full, ForwardMode.DECODE, [1, 1])
+    for graph in (False, True):
+        if graph:
+            backend.init_forward_metadata_out_graph(batch, in_capture=True)
+            backend.init_forward_metadata_in_graph(batch)
+        else:
+            backend.init_forward_metadata(batch)
+        assert set(backend.step.task_maps) == {(None, 1), (21, 1)}
+        for layer, pool in zip(layers, (full, window), strict=True):
+            q, k, v = draw(2, layer, device, seed=5 + layer.layer_id + graph)
+            out = backend.forward(q, k, v, layer, batch)
+            check(out, expected(pool, q, [1, 1], layer), False)
+
+
+def test_shared_kv_layers_store_nothing(sglang: types.SimpleNamespace, device: torch.device) -> None:
+    """k and v None, or save_kv_cache False: attention over what is there."""
+    pool = Pool((50,), 1, torch.bfloat16, device)
+    pool.fill()
+    layer = RadixAttention((4, 1), 128)
+    backend = sglang.plugin.create(runner(pool, [layer]))
+    batch = batch_of(pool, ForwardMode.DECODE, [1])
+    backend.init_forward_metadata(batch)
+    q, k, v = draw(1, layer, device)
+    want = expected(pool, q, [1], layer)
+    check(backend.forward(q, None, None, layer, batch), want, False)
+    check(backend.forward(q, k, v, layer, batch, save_kv_cache=False), want, False)
