@@ -116,9 +116,9 @@ def make_inputs(params: MoeCase, device: torch.device | str, seed: int) -> MoeIn
         act_scale = torch.full((1,), 20.0, device=device)
         return MoeInputs(params, x, None, w13, scales[0], w2, scales[1], act_scale, ids.to(device),
                          weights.to(device), shared)  # fmt: skip
-    padded = torch.nn.functional.pad(values, (0, -hidden % BLOCK)).view(tokens, -1, BLOCK)
+    padded = torch.nn.functional.pad(values, (0, -hidden % BLOCK)).view(tokens, _blocks(hidden), BLOCK)
     x_scale = padded.abs().amax(-1) / 448
-    x = (padded / x_scale[..., None]).view(tokens, -1)[:, :hidden].to(torch.float8_e4m3fn).contiguous()
+    x = (padded / x_scale[..., None]).flatten(1)[:, :hidden].to(torch.float8_e4m3fn).contiguous()
     block_scales = []
     for rows, cols, scale in ((2 * inter, hidden, up), (hidden, inter, down)):
         full = torch.full((experts, _blocks(rows), 4 * -(-_blocks(cols) // 4)), torch.nan, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from triton.experimental.gluon import language as gl
 
@@ -12,7 +12,8 @@ class _Facts:
 
     def __repr__(self) -> str:
         derived = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        shown = (f"{n}={getattr(self, n)}" for n in (*self.__dataclass_fields__, *derived))
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        shown = (f"{n}={getattr(self, n)}" for n in (*names, *derived))
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
