@@ -305,7 +305,18 @@ def test_fr_14_the_size_helper_is_exact(path: str, dtype: str, page: int, heads:
         said = hpc.get_attention_decode_scratch_size(
             batch, *heads, page_size=page, quant_type=1 if dtype == "fp8" else None, dynamic=path == "dynamic"
         )
-        assert used == max(said, 4), f"batch {batch}: a call took {used} bytes, the helper said {said}"
+        assert used == said, f"batch {batch}: a call took {used} bytes, the helper said {said}"
+
+
+@pytest.mark.parametrize("page", [64, 8])
+def test_a_static_call_that_splits_nothing_takes_no_scratch(page: int) -> None:
+    x = make((70, 3, 0, 64) * 300, page_size=page)
+    check(x, "static")
+    output = torch.empty((1200, 8, 128), dtype=torch.bfloat16, device="cuda")
+    assert requested_by(lambda: attend(x, "static", output=output)) == 0
+    assert (
+        hpc.get_attention_decode_scratch_size(1200, 8, 1, page_size=page, quant_type=None, dynamic=False) == 0
+    )
 
 
 @pytest.mark.parametrize(("dtype", "path"), [("fp8", "dynamic"), ("bf16", "dynamic"), ("fp8", "static")])

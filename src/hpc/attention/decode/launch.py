@@ -110,7 +110,7 @@ class Call:
         if self._new_fp32 is None:
             self._new_fp32 = q.new_empty(0, dtype=torch.float32).new_empty
             self._new_bf16 = q.new_empty(0, dtype=torch.bfloat16).new_empty
-        part = self._new_fp32(self.words or 1)
+        part = self._new_fp32(self.words)
         if out is None:
             out = self._new_bf16(self._out_shape)
         lse = self._new_fp32(self._lse_shape) if self.key.return_lse else None

@@ -81,6 +81,6 @@ def compile_shape(params: DecodeCase, target: str) -> None:
     call = launch.Call(key, choose(key), 0, layout, params.window)
     out = torch.empty((*inputs.q.shape[:2], params.value_dim), dtype=torch.bfloat16)
     tensors = (inputs.q, cache.kcache, cache.vcache, cache.block_ids, inputs.seq_lens, task_map, *scales, inputs.sinks,
-               out, None, torch.empty(call.words or 1))  # fmt: skip
+               out, None, torch.empty(call.words))  # fmt: skip
     with compiling_for(target):
         call.launch(0, tensors, call.default_scale, 1.0)
