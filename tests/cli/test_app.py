@@ -15,7 +15,7 @@ from hpc.common import env, operator, registry
 from hpc.common.errors import InvalidArgument
 
 runner = CliRunner()
-COMMANDS = ["env", "demo", "check", "bench", "schedule", "warmup"]
+COMMANDS = ["env", "demo", "check", "bench", "schedule", "warmup", "tune"]
 LEAVES = [
     ["env"],
     ["demo"],
@@ -25,6 +25,7 @@ LEAVES = [
     ["bench", "compare"],
     ["schedule"],
     ["warmup"],
+    ["tune"],
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `hpc env | demo | check | bench | schedule | warmup`.
+"""The command line: `hpc env | demo | check | bench | schedule | warmup | tune`.
 
 One command, one file. This module and the commands' heads import neither torch nor triton, so that help is
 instant; the commands import what they need when they run.
@@ -18,6 +18,7 @@ from hpc.cli.check import run as run_check
 from hpc.cli.demo import run as run_demo
 from hpc.cli.env import run as run_env
 from hpc.cli.schedule import run as run_schedule
+from hpc.cli.tune import run as run_tune
 from hpc.cli.warmup import run as run_warmup
 
 app = typer.Typer(
@@ -65,6 +66,7 @@ app.add_typer(
 )
 app.command("schedule")(run_schedule)
 app.command("warmup")(run_warmup)
+app.command("tune")(run_tune)
 
 
 def main() -> None:

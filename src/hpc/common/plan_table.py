@@ -1,0 +1,150 @@
+"""Measured plans: `configs/<GPU>.json` in an operator's folder, written by `hpc tune` and read by its choice of plan.
+
+A table holds only what measured better than the analytic choice. It belongs to the GPU it was measured on: the file
+names the card and its number of multiprocessors, and on any other card it is not used, whatever the file is called.
+
+A lookup is exact on the discrete axes and takes, of the measured sizes, the smallest that is at least the one asked
+for. A size at which the analytic choice won is kept too (as a plan that is null) where a larger size has a plan, so
+that the larger one's plan does not reach below it.
+
+Pure Python: neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+Axes = Mapping[str, int | bool | str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One measured point.
+
+    Attributes:
+        axes: (name, value) of the discrete axes, in the operator's order.
+        size: the axis that is rounded up.
+        plan: fields of the plan; None where the analytic choice won.
+        time_us, analytic_us: sums of the medians over the point's cases, for the reader of the file.
+        gain: analytic time / plan time, geometric mean over the point's cases; 1.0 without a plan.
+    """
+
+    axes: tuple[tuple[str, int | bool | str], ...]
+    size: int
+    plan: Mapping[str, Any] | None
+    time_us: float | None = None
+    analytic_us: float | None = None
+    gain: float = 1.0
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """Entries of one GPU. `gpu` is its marketing name, `sms` its multiprocessors (a MIG slice has fewer)."""
+
+    gpu: str
+    sms: int
+    entries: tuple[Entry, ...]
+    origin: str = ""
+
+    def find(self, axes: Axes, size: int) -> Entry | None:
+        """The entry for a call, or None if nothing was measured for it."""
+        wanted = dict(axes)
+        fitting = [entry for entry in self.entries if entry.size >= size and dict(entry.axes) == wanted]
+        return min(fitting, key=lambda entry: entry.size, default=None)
+
+
+def path_of(folder: Path, gpu: str) -> Path:
+    """`configs/NVIDIA_H200.json`."""
+    return folder / f"{gpu.replace(' ', '_').replace('/', '_')}.json"
+
+
+@lru_cache(maxsize=None)
+def load(folder: Path, gpu: str, sms: int) -> PlanTable | None:
+    """The table for a GPU, read once per process; None if there is none.
+
+    A file that was measured on another card than its name says is not used, with a warning that names both. A file
+    that cannot be read is not used either, with a warning: a call never fails for want of a measured plan.
+    """
+    path = path_of(folder, gpu)
+    if not gpu or not path.is_file():
+        return None
+    try:
+        table = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(
+            f"hpc: {path} cannot be read ({error}); the analytic plans are used.", RuntimeWarning, 2
+        )
+        return None
+    if (table.gpu, table.sms) != (gpu, sms):
+        warnings.warn(
+            f"hpc: {path} was measured on {table.gpu} with {table.sms} multiprocessors, this is {gpu} with {sms}; "
+            "its plans are not used. `hpc tune` measures this card.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return table
+
+
+def parse(text: str) -> PlanTable:
+    """A table from its text. Raises ValueError, KeyError or TypeError if it is none."""
+    data = json.loads(text)
+    entries = tuple(
+        Entry(
+            tuple(found["axes"].items()), int(found["size"]), found["plan"], found.get("time_us"),
+            found.get("analytic_us"), float(found.get("gain", 1.0)),
+        )
+        for found in data["entries"]
+    )  # fmt: skip
+    return PlanTable(str(data["gpu"]), int(data["sms"]), entries, str(data.get("origin", "")))
+
+
+def dump(table: PlanTable) -> str:
+    """The text of a table: sorted by axes and size, one entry a line, so that differences read well."""
+
+    def line(entry: Entry) -> str:
+        values: dict[str, Any] = {"axes": dict(entry.axes), "size": entry.size, "plan": entry.plan}
+        if entry.plan is not None:
+            values.update(
+                time_us=_short(entry.time_us), analytic_us=_short(entry.analytic_us), gain=_short(entry.gain)
+            )
+        return "  " + json.dumps(values)
+
+    lines = ",\n".join(line(entry) for entry in sorted(table.entries, key=_order))
+    head = f'"gpu": {json.dumps(table.gpu)}, "sms": {table.sms}, "origin": {json.dumps(table.origin)}'
+    return f'{{{head}, "entries": [\n{lines}\n]}}\n'
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _order(entry: Entry) -> tuple[str, int]:
+    return json.dumps(entry.axes), entry.size
+
+
+def merged(
+    old: PlanTable | None, gpu: str, sms: int, measured: Iterable[Entry], origin: str
+) -> PlanTable | None:
+    """`old` with the points that were measured again replaced; None if no entry with a plan is left.
+
+    Points without a plan stay only where a larger size of the same axes has one. A table of another GPU is dropped.
+    """
+    points: dict[tuple[Any, int], Entry] = {}
+    if old is not None and (old.gpu, old.sms) == (gpu, sms):
+        points = {(entry.axes, entry.size): entry for entry in old.entries}
+    points.update({(entry.axes, entry.size): entry for entry in measured})
+    largest: dict[Any, int] = {}
+    for (axes, size), entry in points.items():
+        if entry.plan is not None:
+            largest[axes] = max(size, largest.get(axes, size))
+    kept = [entry for (axes, size), entry in points.items() if size <= largest.get(axes, -1)]
+    if not kept:
+        return None
+    return PlanTable(gpu, sms, tuple(sorted(kept, key=_order)), origin)
