@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time the table below 
         router_topk,
         split_router_weight,
     )
-    from hpc.rope import quantize_query_fp8, rope_norm_store_kv, rope_norm_store_kv_fp8
     from hpc.moe import fuse_moe, fuse_moe_blockwise, fuse_moe_blockwise_fp8, fuse_moe_pertensor_fp8
+    from hpc.rope import quantize_query_fp8, rope_norm_store_kv, rope_norm_store_kv_fp8
 
     __built_json__: str
 

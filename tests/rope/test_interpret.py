@@ -28,10 +28,19 @@ def test_equals_the_reference_bit_for_bit(name: str) -> None:
     assert_same(interpreted(poison(inputs)), want, name)
 
 
-@pytest.mark.parametrize("heads", [1, 4, 32])
-def test_any_tile_gives_the_same_bits(heads: int) -> None:
-    inputs = cases.make_tensors(CASES["fp8 prefill, ragged"], "cpu", seed=2)
-    assert_same(interpreted(poison(inputs), plan.Plan(heads, 4)), expected(inputs), f"{heads} heads")
+@pytest.mark.parametrize(("heads", "unroll"), [(1, 1), (32, 1), (1, 2), (4, 2), (16, 2)])
+@pytest.mark.parametrize("name", ["fp8 prefill, ragged", "bf16 half rotated, kept K and V"])
+def test_any_tile_gives_the_same_bits(name: str, heads: int, unroll: int) -> None:
+    inputs = cases.make_tensors(CASES[name], "cpu", seed=2)
+    assert_same(
+        interpreted(poison(inputs), plan.Plan(heads, 4, unroll)), expected(inputs), f"{heads} x {unroll}"
+    )
+
+
+def test_two_tiles_of_queries_where_the_heads_do_not_divide() -> None:
+    inputs = cases.make_tensors(CASES["fp8 decode, 5 query heads, HND"], "cpu", seed=3)
+    for heads in (1, 2, 4, 8):
+        assert_same(interpreted(poison(inputs), plan.Plan(heads, 4, 2)), expected(inputs), f"{heads} heads")
 
 
 @pytest.mark.parametrize("by_request", [False, True])

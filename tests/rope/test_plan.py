@@ -28,6 +28,20 @@ def test_programs_cover_all() -> None:
         assert (count == 0) == (tokens == 0)
 
 
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_every_query_head_has_one_place(unroll: int) -> None:
+    for q_heads, in_tile in itertools.product(range(1, 100), (1, 4, 8, 16)):
+        (tokens, heads), _ = plan.tiles(plan.Plan(in_tile, 2, unroll), q_heads, 1)
+        assert tokens * heads == in_tile
+        covered = [
+            block * heads * unroll + part * heads + i
+            for block in range(plan.programs(1, q_heads, 1, heads * unroll))
+            for part in range(unroll)
+            for i in range(heads)
+        ]
+        assert [head for head in covered if head < q_heads] == list(range(q_heads))
+
+
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("tokens", [0, 1, 64, 8192, 131072])
 def test_the_choice_is_legal(dim: int, tokens: int) -> None:
@@ -46,6 +60,10 @@ def test_the_choice_for_measured_cases(case: case_lists.Case) -> None:
 @pytest.mark.parametrize(("heads", "warps"), [(0, 4), (3, 4), (16, 3), (512, 4), (64, 1)])
 def test_what_is_not_legal(heads: int, warps: int) -> None:
     assert plan.is_legal(plan.Plan(heads, warps), plan.Key(8, 8, 1, 128, 128)) is not None
+
+
+def test_unroll_is_1_or_2() -> None:
+    assert plan.is_legal(plan.Plan(8, 2, 3), plan.Key(8, 8, 1, 128, 128)) is not None
 
 
 def test_every_pair_of_choices_occurs_in_the_grid() -> None:

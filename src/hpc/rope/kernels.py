@@ -241,6 +241,20 @@ def _store_head(ptrs, a, b, rest, mask, D: tl.constexpr, HALF: tl.constexpr, HAL
 
 
 @triton.jit
+def _store_or_zero(ptrs, a, b, rest, inside, valid, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
+                   REST_P: tl.constexpr, NEOX: tl.constexpr, FP8: tl.constexpr, SOFT: tl.constexpr,
+                   INTERPRET: tl.constexpr):  # fmt: skip
+    """Heads of valid tokens, zeros for the others: a second store, masked off, costs less than a select a value."""
+    _store_head(ptrs, a, b, rest, inside & valid, D, HALF, HALF_P, REST_P, NEOX, FP8, SOFT, INTERPRET)
+    unused = inside & (valid == 0)
+    zero = tl.zeros_like(_encoded(a, FP8, SOFT, INTERPRET))
+    _store_pairs(ptrs, zero, zero, unused, HALF, HALF_P, NEOX)
+    if REST_P > 0:
+        i = _eight_a_thread(REST_P) + 2 * HALF
+        tl.store(ptrs + i, tl.zeros_like(_encoded(rest, FP8, SOFT, INTERPRET)), mask=unused & (i < D))
+
+
+@triton.jit
 def _finish_query(
     a, b, rest, head, inside, valid, owned, place, scale_row, factor, out_row, stride_qh, q_scale_ptr, scale_cols,
     D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, REST_P: tl.constexpr, NEOX: tl.constexpr,
@@ -266,11 +280,23 @@ def _finish_query(
         a, b, rest = a * inverse, b * inverse, rest * inverse
     elif Q_SCALE == 3:
         a, b, rest = a * factor, b * factor, rest * factor
-    if tl.min(valid.to(tl.int32), 0) == 0:  # seldom, and the selects would be a twentieth of all instructions
-        live = valid[:, None, None]
-        a, b, rest = tl.where(live, a, 0.0), tl.where(live, b, 0.0), tl.where(live, rest, 0.0)
     ptrs = (out_row + column * stride_qh)[:, :, None]
-    _store_head(ptrs, a, b, rest, inside[:, :, None], D, HALF, HALF_P, REST_P, NEOX, FP8, SOFT, INTERPRET)
+    _store_or_zero(
+        ptrs,
+        a,
+        b,
+        rest,
+        inside[:, :, None],
+        valid[:, None, None],
+        D,
+        HALF,
+        HALF_P,
+        REST_P,
+        NEOX,
+        FP8,
+        SOFT,
+        INTERPRET,
+    )
 
 
 @triton.jit
@@ -331,8 +357,8 @@ def _rope_prologue_kernel(
     stride_table, stride_qkv, stride_cos, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
     stride_qt, stride_qh, stride_okt, stride_okh, stride_ovt, stride_ovh,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    HALF_P: tl.constexpr, REST_P: tl.constexpr, D_P: tl.constexpr, DV_P: tl.constexpr,
-    UNROLL: tl.constexpr, TBQ: tl.constexpr, HBQ: tl.constexpr, TBK: tl.constexpr, HBK: tl.constexpr, CLEAR_ROWS: tl.constexpr,
+    HALF_P: tl.constexpr, REST_P: tl.constexpr, D_P: tl.constexpr, DV_P: tl.constexpr, UNROLL: tl.constexpr,
+    TBQ: tl.constexpr, HBQ: tl.constexpr, TBK: tl.constexpr, HBK: tl.constexpr, CLEAR_ROWS: tl.constexpr,
     POLICY: tl.constexpr, NEOX: tl.constexpr, FP8: tl.constexpr, Q_SCALE: tl.constexpr, K_IN_MEMORY: tl.constexpr,
     V_IN_MEMORY: tl.constexpr, OUT_K: tl.constexpr, OUT_V: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
     SOFT: tl.constexpr, INTERPRET: tl.constexpr,
@@ -387,12 +413,13 @@ def _rope_prologue_kernel(
                 a, b, rest = a * inverse, b * inverse, rest * inverse
             if OUT_K:
                 ptrs = out_k_ptr + token * stride_okt + head * stride_okh
-                written = inside
-                a, b, rest = tl.where(valid, a, 0.0), tl.where(valid, b, 0.0), tl.where(valid, rest, 0.0)
+                _store_or_zero(
+                    ptrs, a, b, rest, inside, valid, D, HALF, HALF_P, REST_P, NEOX, FP8, SOFT, INTERPRET
+                )
             else:
                 ptrs = kcache_ptr + page * stride_kp + row * stride_kt + head * stride_kh
                 written = inside & stored
-            _store_head(ptrs, a, b, rest, written, D, HALF, HALF_P, REST_P, NEOX, FP8, SOFT, INTERPRET)
+                _store_head(ptrs, a, b, rest, written, D, HALF, HALF_P, REST_P, NEOX, FP8, SOFT, INTERPRET)
     elif pid < num_k + num_v + num_q:
         # --- queries ---
         tile = pid - num_k - num_v

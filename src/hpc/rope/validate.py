@@ -167,10 +167,9 @@ def _quantisation(x: Arguments) -> None:
     scale(name, "v_scale", x.v_scale, x.qkv.device)
     upper(name, x.upper_max)
     if x.quant_policy == 2:
-        checks.dtype(
-            name, "q_scale_inv", x.q_scale_inv, torch.float32, "Policy 2 multiplies by its element 0."
-        )  # type: ignore[arg-type]
+        checks.is_tensor(name, "q_scale_inv", x.q_scale_inv, "Policy 2 multiplies by its element 0.")
         assert x.q_scale_inv is not None
+        checks.dtype(name, "q_scale_inv", x.q_scale_inv, torch.float32)
         if x.q_scale_inv.numel() < 1:
             fail(name, "q_scale_inv", expected="at least one element", got=list(x.q_scale_inv.shape))
         checks.same_device(name, "q_scale_inv", x.q_scale_inv, x.qkv.device)
