@@ -151,3 +151,50 @@ class Call:
             return given
 
         return attend
+
+    def _sm90(self) -> Any:
+        from hpc.attention.prefill import hopper
+
+        key, chosen, layout = self.key, self.plan, self.layout
+        config = hopper.Config(
+            D=key.head_dim, P=key.page_size, PACK=chosen.pack, HQ=key.q_heads, HKV=key.kv_heads, STAGES=chosen.stages,
+            FP8=key.fp8, CAUSAL=key.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=key.sinks, LSE=key.return_lse,
+            PDL=self.pdl,
+        )  # fmt: skip
+        fn: Any = hopper._prefill_sm90_bf16_kernel
+        if key.fp8:
+            from hpc.attention.prefill import hopper_fp8
+
+            fn = hopper_fp8._prefill_sm90_fp8_kernel
+        kernel = Kernel(fn, "attention_prefill", num_warps=4, launch_pdl=self.pdl)
+        page, heads = key.page_size, key.kv_heads
+        kv_shape, kv_box = [layout.num_pages, page, heads, key.head_dim], [1, config.PB, 1, config.DB]
+        q_box = [config.QT, config.PACK, config.DB]
+        o_box = [config.QT, config.PACK, key.head_dim // config.OH]
+        smem = (config.Q_BOX, config.KV_BOX, config.KV_BOX, config.O_BOX)
+        strides = ([*layout.q, 1], [*layout.k, 1], [*layout.v, 1], [*layout.out, 1])
+
+        def attend(stream: int, tensors: Tensors, tiles: int, scale: float, cap: float) -> None:
+            q, k, v, out, lse, table, block_ids, qscale, kscale, vscale, sinks = tensors
+            rows = [q.shape[0], key.q_heads, key.head_dim]
+            described = tuple(zip((q, k, v, out), (rows, kv_shape, kv_shape, rows), strides, strict=True))
+            scales = (qscale, kscale, vscale) if key.fp8 else ()
+            rest = (out, lse, table, block_ids, sinks, *scales)
+            if kernel.compiled:  # raw addresses spare the launcher a driver query a pointer
+                descs: Any = ()
+                for number, (tensor, shape, steps) in enumerate(described):
+                    descs += kernel.descriptor(number, tensor.data_ptr(), tensor, shape, steps)
+                pointers = (*descs, *addresses(rest))
+            else:
+                boxes = (q_box, kv_box, kv_box, o_box)
+                descs = (
+                    hopper.TensorDescriptor(*x, box, at)
+                    for x, box, at in zip(described, boxes, smem, strict=True)
+                )
+                pointers = (*descs, *(table if x is None else x for x in rest))
+            qs = () if qscale is None else (*qscale.stride()[:2], qscale.shape[2])
+            ctas = min(key.sms, tiles * self.head_blocks)
+            numbers = (block_ids.stride(0), ctas, layout.num_pages, self.window, scale, cap, *layout.out, *qs)
+            kernel((ctas, 1, 1), stream, (*pointers, *numbers, config))
+
+        return attend

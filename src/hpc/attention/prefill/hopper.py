@@ -1,0 +1,235 @@
+"""Prefill attention for SM90 in Gluon, BF16.
+
+Grid: as many CTAs as multiprocessors, each walks its share of (tile, head block) pairs, longest first, heads innermost,
+so that CTAs side by side read the same keys. Three roles:
+
+    producer (1 warp)     Q of a tile and its blocks of 128 keys by TMA, page by page, K one block ahead of V
+    consumers (2 x 4)     64 rows each, row = token * PACK + head; from the last block to the first:
+                          S' = Q K'^T  |  O += P V  |  softmax of S' while O += P V runs  |  O *= shrink
+
+so the tensor cores work on O += P V while the exponentials of the next block are taken. Masks are applied in the blocks
+on the diagonal, at the window's edge and at the end of the keys only.
+
+ptxas would sink the exponentials below the wait for O += P V; the second wait on a barrier already complete is a block
+boundary that keeps them above it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+
+from hpc.attention.prefill.hopper_common import (
+    LOG2E,
+    blocks_of,
+    close_row,
+    first_keys,
+    mask,
+    num_work,
+    producer,
+    softcap,
+    store_tile,
+    tile_of,
+    work_of,
+)
+from hpc.attention.prefill.hopper_config import Config
+from hpc.common.gluon import TensorDescriptor, fence_async_shared, mbarrier, pdl_launch, pdl_wait
+
+__all__ = ["Config", "TensorDescriptor"]
+
+
+@gluon.jit
+def _bf16_pairs(x):
+    """fp32 to bf16 two at a time, nearest even: one instruction and no byte permutes."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", args=[x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _lane_sum(p, C: gl.constexpr):
+    """[64, BN] to [64, 4]: each lane sums its own columns, no shuffles."""
+    return gl.sum(gl.sum(p.reshape([64, C.BN // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit
+def _softmax(s, m, l, scale, MASKED: gl.constexpr, C: gl.constexpr):
+    """(probabilities, running maximum of the unscaled scores, lane sums, factor of the old sums)."""
+    m_new = gl.maximum(m, gl.max(s, 1))
+    top = m_new * scale
+    if MASKED:
+        top = gl.where(m_new == float("-inf"), 0.0, top)
+    shrink = gl.exp2(m * scale - top)
+    p = gl.exp2(s * scale - gl.expand_dims(top, 1))
+    by_lane = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout)), 1)
+    return p, m_new, l * by_lane + _lane_sum(p, C), shrink
+
+
+@gluon.jit
+def _scores(s, scale, cap, C: gl.constexpr):
+    if C.CAP:
+        s = softcap(s, scale, cap, C)
+    return s
+
+
+@gluon.jit
+def _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, key, last, window, scale, unit, cap,
+          MASKED: gl.constexpr, MMA: gl.constexpr, MMO: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Scores of the next block beside O += P V of the present one."""
+    A: gl.constexpr = gl.DotOperandLayout(0, MMO, 2)
+    ks = kc % C.STAGES
+    vs = vc % C.STAGES
+    mbarrier.wait(k_full.index(ks), (kc // C.STAGES) & 1)
+    zero = gl.full([64, C.BN], 0.0, gl.float32, MMA)
+    s = warpgroup_mma(q, kview.index(ks).permute([1, 0]), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(vs), (vc // C.STAGES) & 1)
+    o = warpgroup_mma(p, vview.index(vs), o, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    s = _scores(s, scale, cap, C)
+    if MASKED:
+        s = mask(s, key, last, window, C)
+    p32, m, l, shrink = _softmax(s, m, l, unit, MASKED, C)
+    mbarrier.wait(v_full.index(vs), (vc // C.STAGES) & 1)  # complete already: see the module docstring
+    o, p32 = warpgroup_mma_wait(0, deps=(o, p32))
+    mbarrier.arrive(k_empty.index(ks), count=1)
+    mbarrier.arrive(v_empty.index(vs), count=1)
+    o = o * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, o.type.layout)), 1)
+    return gl.convert_layout(_bf16_pairs(p32), A), o, m, l
+
+
+@gluon.jit
+def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf, q_full, q_empty, k_full, k_empty,
+              v_full, v_empty, table_ptr, sinks_ptr, lse_ptr, num_ctas, window, softmax_scale, cap, stride_o_tok,
+              stride_o_head, C: gl.constexpr):  # fmt: skip
+    """64 rows of each tile; see the module docstring."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    MMO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMO, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    COLS: gl.constexpr = gl.SliceLayout(0, MMA)
+    cta = gl.program_id(0)
+    pdl_wait(C.PDL)
+    n_work = num_work(table_ptr, C)
+    scale = softmax_scale
+    unit = softmax_scale * LOG2E
+    if C.CAP:
+        unit = 1.0  # capped scores are in log2 units already
+    q = qview.index(WG)
+    kc = 0
+    vc = 0
+    for it in range((n_work + num_ctas - 1) // num_ctas):
+        w = work_of(it, cta, num_ctas)
+        if w < n_work:
+            row0, tokens, _, first, start, keys = tile_of(table_ptr, w, C)
+            head = (w % C.NH) * C.PACK
+            hi, blocks, top, bottom = blocks_of(tokens, first, start, keys, window, C)
+            last = gl.full([64], 0, gl.int32, ROWS) + (keys - 1)
+            if C.CAUSAL:
+                last = gl.arange(0, 64, ROWS) // C.PACK + (start + first + WG * C.QT)
+                last = gl.minimum(last, keys - 1)
+            col = gl.arange(0, C.BN, COLS)
+
+            mbarrier.wait(q_full, it & 1)
+            ks = kc % C.STAGES
+            mbarrier.wait(k_full.index(ks), (kc // C.STAGES) & 1)
+            zero = gl.full([64, C.BN], 0.0, gl.float32, MMA)
+            s = warpgroup_mma(q, kview.index(ks).permute([1, 0]), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(k_empty.index(ks), count=1)
+            kc += 1
+            s = mask(
+                _scores(s, scale, cap, C),
+                first_keys(keys, hi - 1, COLS, C),
+                last - (hi - 1) * C.BN,
+                window,
+                C,
+            )
+            m = gl.full([64], float("-inf"), gl.float32, ROWS)
+            l = _lane_sum(gl.full([64, C.BN], 0.0, gl.float32, MMA), C)
+            p32, m, l, _ = _softmax(s, m, l, unit, True, C)
+            p = gl.convert_layout(_bf16_pairs(p32), A)
+            o = gl.full([64, C.D], 0.0, gl.float32, MMO)
+            for i in range(1, top):
+                p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
+                                   last - (hi - 1 - i) * C.BN, window, scale, unit, cap, True, MMA, MMO, C)  # fmt: skip
+                kc += 1
+                vc += 1
+            for i in range(top, blocks - bottom):
+                p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
+                                   last, window, scale, unit, cap, False, MMA, MMO, C)  # fmt: skip
+                kc += 1
+                vc += 1
+            if C.WINDOW:
+                for i in range(blocks - bottom, blocks):
+                    p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
+                                       last - (hi - 1 - i) * C.BN, window, scale, unit, cap, True, MMA, MMO,
+                                       C)  # fmt: skip
+                    kc += 1
+                    vc += 1
+            mbarrier.arrive(q_empty, count=1)
+            vs = vc % C.STAGES
+            mbarrier.wait(v_full.index(vs), (vc // C.STAGES) & 1)
+            o = warpgroup_mma(p, vview.index(vs), o, is_async=True)
+            o = warpgroup_mma_wait(0, deps=(o,))
+            mbarrier.arrive(v_empty.index(vs), count=1)
+            vc += 1
+            total = gl.convert_layout(gl.sum(l, 1), ROWS)
+            factor = close_row(total, m * unit, row0, tokens, head, WG, 1.0, sinks_ptr, lse_ptr, C)
+            factor = gl.convert_layout(factor, gl.SliceLayout(1, MMO))
+            out = (o * gl.expand_dims(factor, 1)).to(gl.bfloat16)
+            store_tile(
+                out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, WG, C
+            )
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=["stride_ids", "num_ctas", "num_pages", "window", "softmax_scale", "cap"],
+    do_not_specialize_on_alignment=["lse_ptr", "table_ptr", "ids_ptr", "sinks_ptr"],
+)
+def _prefill_sm90_bf16_kernel(
+    q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, table_ptr, ids_ptr, sinks_ptr,
+    stride_ids, num_ctas, num_pages, window, softmax_scale, cap, stride_o_tok, stride_o_head, C: gl.constexpr,
+):  # fmt: skip
+    """Grid (num_ctas). See the module docstring for roles, `schedule` for the table.
+
+    q_desc, o_desc [total, HQ, D] in boxes [QT, PACK, 64]; k_desc, v_desc [pages, P, HKV, D] in boxes [1, PB, 1, 64];
+    o_ptr bf16 with strides, lse_ptr fp32 [total, HQ], ids_ptr int32 [B, max_pages], sinks_ptr fp32 [HQ].
+    """
+    STAGES: gl.constexpr = C.STAGES
+    qbuf = gl.allocate_shared_memory(C.T, [2 * C.KH, C.QT, C.PACK, C.DB], C.Q_BOX)
+    kbuf = gl.allocate_shared_memory(C.T, [C.STAGES * C.KH * C.NP, 1, C.PB, 1, C.DB], C.KV_BOX)
+    vbuf = gl.allocate_shared_memory(C.T, [C.STAGES * C.KH * C.NP, 1, C.PB, 1, C.DB], C.KV_BOX)
+    obuf = gl.allocate_shared_memory(gl.bfloat16, [2 * C.OH, C.QT, C.PACK, C.D // C.OH], C.O_BOX)
+    qview = qbuf._reinterpret(C.T, [2, 64, C.D], C.TILE)
+    kview = kbuf._reinterpret(C.T, [C.STAGES, C.BN, C.D], C.TILE)
+    vview = vbuf._reinterpret(C.T, [C.STAGES, C.BN, C.D], C.TILE)
+    oview = obuf._reinterpret(gl.bfloat16, [2, 64, C.D], C.O_TILE)
+    k_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=2)
+    fence_async_shared()
+    pdl_launch(C.PDL)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, o_desc, o_ptr, qview, kview, vview, oview, obuf, q_full, q_empty, k_full, k_empty, v_full,
+                         v_empty, table_ptr, sinks_ptr, lse_ptr, num_ctas, window, softmax_scale, cap, stride_o_tok,
+                         stride_o_head, C)),
+            (_consumer, (1, o_desc, o_ptr, qview, kview, vview, oview, obuf, q_full, q_empty, k_full, k_empty, v_full,
+                         v_empty, table_ptr, sinks_ptr, lse_ptr, num_ctas, window, softmax_scale, cap, stride_o_tok,
+                         stride_o_head, C)),
+            (producer, (q_desc, k_desc, v_desc, qbuf, kbuf, vbuf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                        table_ptr, ids_ptr, stride_ids, num_ctas, num_pages, window, C)),
+        ],
+        [4, 1],
+        [C.REGS, C.PRODUCER_REGS],
+    )  # fmt: skip

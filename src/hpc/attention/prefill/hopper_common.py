@@ -1,0 +1,201 @@
+"""What the BF16 and the FP8 prefill kernels for SM90 share: tiles, the producer warp, masks, the end of a tile."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from hpc.attention.prefill import plan
+from hpc.common.gluon import fence_async_shared, mbarrier, pdl_wait, tma_load
+
+_HEADER = gl.constexpr(plan.HEADER_WORDS)
+_ENTRY = gl.constexpr(plan.ENTRY_WORDS)
+LOG2E = gl.constexpr(1.4426950408889634)
+_NO_KEY = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def work_of(it, cta, num_ctas):
+    """Work item of a CTA's round: there and back again, so that the heaviest and the lightest tiles of a round meet."""
+    return it * num_ctas + gl.where((it & 1) == 0, cta, num_ctas - 1 - cta)
+
+
+@gluon.jit
+def num_work(table_ptr, C: gl.constexpr):
+    return gl.load(table_ptr) * C.NH
+
+
+@gluon.jit
+def tile_of(table_ptr, w, C: gl.constexpr):
+    """(first row, tokens, request, first token, start, keys) of a work item."""
+    entry = table_ptr + _HEADER + (w // C.NH) * _ENTRY
+    return (
+        gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4),
+        gl.load(entry + 5),
+    )  # fmt: skip
+
+
+@gluon.jit
+def blocks_of(tokens, first, start, keys, window, C: gl.constexpr):
+    """(past-the-end block, blocks, masked ones at the top, masked ones at the bottom); at least one, masked."""
+    hi_key = keys
+    whole = keys
+    if C.CAUSAL:
+        hi_key = gl.minimum(gl.maximum(start + first + tokens, 0), keys)
+        whole = gl.minimum(gl.maximum(start + first + 1, 0), keys)
+    hi = gl.maximum((hi_key + C.BN - 1) // C.BN, 1)
+    lo = 0
+    bottom = 0
+    if C.WINDOW:
+        lo = gl.minimum(gl.maximum(start + first - window + 1, 0) // C.BN, hi - 1)
+        bottom = (gl.maximum(start + first + tokens - window, 0) + C.BN - 1) // C.BN - lo
+    top = gl.minimum(gl.maximum(hi - whole // C.BN, 1), hi - lo)
+    return hi, hi - lo, top, gl.minimum(gl.maximum(bottom, 0), hi - lo - top)
+
+
+@gluon.jit
+def _pages(row, keys, block, num_pages, C: gl.constexpr):
+    """Page ids of a block's boxes. Entries without a live token are not read; their boxes lie outside the cache."""
+    NP: gl.constexpr = C.NP
+    pages = ()
+    for i in gl.static_range(NP):
+        token = block * C.BN + i * C.PB
+        pages = pages + (gl.load(row + token // C.P, mask=(token < keys) & (block >= 0), other=num_pages),)
+    return pages
+
+
+@gluon.jit
+def _fetch(desc, buf, bar, slot, pages, keys, block, h, C: gl.constexpr):
+    """Copy a block into the boxes from `slot` on.
+
+    A box with dead rows starts that many tokens early: its live rows end up last, and before them come zeros (what lies
+    outside the page) or earlier rows of the page. So no dead row of the cache is ever read; `first_keys` undoes the
+    shift.
+    """
+    NP: gl.constexpr = C.NP
+    KH: gl.constexpr = C.KH
+    mbarrier.expect(bar, C.BN * C.D * C.BYTES)
+    for i in gl.static_range(NP):
+        token = block * C.BN + i * C.PB
+        offset = token % C.P - gl.maximum(gl.minimum(token + C.PB - keys, C.PB), 0)
+        for half in gl.static_range(KH):
+            tma_load(desc, [pages[i], offset, h, half * C.DB], bar, buf.index(slot + half * NP + i))
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, qbuf, kbuf, vbuf, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
+             ids_ptr, stride_ids, num_ctas, num_pages, window, C: gl.constexpr):  # fmt: skip
+    """One warp: Q of each tile, then its blocks from the last to the first, K one block ahead of V."""
+    KH: gl.constexpr = C.KH
+    BOXES: gl.constexpr = C.KH * C.NP
+    cta = gl.program_id(0)
+    pdl_wait(C.PDL)
+    n_work = num_work(table_ptr, C)
+    kc = 0
+    vc = 0
+    for it in range((n_work + num_ctas - 1) // num_ctas):
+        w = work_of(it, cta, num_ctas)
+        if w < n_work:
+            row0, tokens, b, first, start, keys = tile_of(table_ptr, w, C)
+            head = (w % C.NH) * C.PACK
+            h = head // C.G
+            hi, blocks, _, _ = blocks_of(tokens, first, start, keys, window, C)
+            ids = ids_ptr + b.to(gl.int64) * stride_ids
+            pages = _pages(ids, keys, hi - 1, num_pages, C)
+            mbarrier.wait(q_empty, (it & 1) ^ 1)
+            mbarrier.expect(q_full, 128 * C.D * C.BYTES)
+            for wg in gl.static_range(2):
+                for half in gl.static_range(KH):
+                    tma_load(
+                        q_desc, [row0 + wg * C.QT, head, half * C.DB], q_full, qbuf.index(wg * KH + half)
+                    )
+            old = pages
+            for i in range(blocks + 1):
+                ahead = pages
+                if i < blocks:
+                    stage = kc % C.STAGES
+                    ahead = _pages(ids, keys, hi - 2 - i, num_pages, C)
+                    mbarrier.wait(k_empty.index(stage), ((kc // C.STAGES) & 1) ^ 1)
+                    _fetch(k_desc, kbuf, k_full.index(stage), stage * BOXES, pages, keys, hi - 1 - i, h, C)
+                    kc += 1
+                if i > 0:
+                    stage = vc % C.STAGES
+                    mbarrier.wait(v_empty.index(stage), ((vc // C.STAGES) & 1) ^ 1)
+                    _fetch(v_desc, vbuf, v_full.index(stage), stage * BOXES, old, keys, hi - i, h, C)
+                    vc += 1
+                old = pages
+                pages = ahead
+
+
+@gluon.jit
+def first_keys(keys, block, L: gl.constexpr, C: gl.constexpr):
+    """Key of each column of the last block fetched, relative to the block: as `_fetch` shifts its part-filled box."""
+    col = gl.arange(0, C.BN, L)
+    live = gl.maximum(gl.minimum(keys - block * C.BN, C.BN), 0)
+    whole = live // C.PB * C.PB
+    shift = gl.where(live > whole, whole + C.PB - live, 0)
+    moved = gl.where(col - shift < whole, _NO_KEY, col - shift)
+    return gl.where(col < whole, col, moved)
+
+
+@gluon.jit
+def mask(s, key, last, window, C: gl.constexpr):
+    """-inf where a row must not see a key; `key` [BN] and `last` [rows] relative to the block."""
+    key = gl.expand_dims(key, 0)
+    last = gl.expand_dims(last, 1)
+    seen = key <= last
+    if C.WINDOW:
+        seen = seen & (key > last - window)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def softcap(s, scale, cap, C: gl.constexpr):
+    """Scores in log2 units after the cap: cap tanh(s scale / cap) log2(e)."""
+    grown = gl.exp2(s * (scale * (2.0 * LOG2E / cap)))
+    return (cap * LOG2E) * (1.0 - 2.0 / (grown + 1.0))
+
+
+@gluon.jit
+def close_row(l, m, row0, tokens, head, WG: gl.constexpr, value_scale, sinks_ptr, lse_ptr, C: gl.constexpr):
+    """Factor of the accumulated output, 0 for a row without a key; stores the lse. `m`: the exponent that l is relative
+    to, in log2 units; both [64] in a layout of rows."""
+    L: gl.constexpr = l.type.layout
+    row = gl.arange(0, 64, L)
+    token = row // C.PACK + WG * C.QT
+    empty = l == 0.0
+    m = gl.where(empty, 0.0, m)
+    shrink = gl.full([64], 1.0, gl.float32, L)
+    if C.SINKS:
+        sink = gl.load(sinks_ptr + head + row % C.PACK) * LOG2E
+        top = gl.maximum(m, sink)
+        shrink = gl.exp2(m - top)
+        l = l * shrink + gl.exp2(sink - top)
+        m = top
+    safe = gl.where(empty, 1.0, l)
+    if C.LSE:
+        lse = gl.where(empty, float("-inf"), (m + gl.log2(safe)) / LOG2E)
+        at = (row0 + token).to(gl.int64) * C.HQ + head + row % C.PACK
+        gl.store(lse_ptr + at, lse, mask=token < tokens)
+    return gl.where(empty, 0.0, value_scale * shrink / safe)
+
+
+@gluon.jit
+def store_tile(out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, WG: gl.constexpr,
+               C: gl.constexpr):  # fmt: skip
+    """[64, D] bf16 of a consumer to the output: by TMA, or, if it holds rows of no token, row by row."""
+    OH: gl.constexpr = C.OH
+    if tokens >= (WG + 1) * C.QT:
+        tma.store_wait(0)
+        oview.index(WG).store(out)
+        fence_async_shared()
+        for half in gl.static_range(OH):
+            corner = [row0 + WG * C.QT, head, half * (C.D // OH)]
+            tma.async_copy_shared_to_global(o_desc, corner, obuf.index(WG * OH + half))
+    else:
+        L: gl.constexpr = out.type.layout
+        row = gl.arange(0, 64, gl.SliceLayout(1, L))
+        token = row // C.PACK + WG * C.QT
+        col = gl.expand_dims(gl.arange(0, C.D, gl.SliceLayout(0, L)), 0)
+        at = (row0 + token).to(gl.int64) * stride_o_tok + (head + row % C.PACK) * stride_o_head
+        live = gl.expand_dims(token < tokens, 1) & (col >= 0)
+        gl.store(o_ptr + gl.expand_dims(at, 1) + col, out, mask=live)

@@ -1,0 +1,114 @@
+"""Compile-time facts of the SM90 prefill kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triton.experimental.gluon import language as gl
+
+
+@dataclass(frozen=True, repr=False)
+class Config:
+    """Compile-time facts of one kernel; derived sizes are properties, so the cache key holds only what varies."""
+
+    D: int  # head dim of q, k and v
+    P: int  # page size in tokens
+    PACK: int  # query heads of a tile
+    HQ: int
+    HKV: int
+    STAGES: int  # of K and of V
+    FP8: bool
+    CAUSAL: bool
+    WINDOW: bool
+    CAP: bool
+    SINKS: bool
+    LSE: bool
+    PDL: bool
+    BN: int = 128  # keys of a block
+    FLUSH: int = 32  # FP8: blocks summed in the tensor cores' accumulator before they move to fp32
+
+    def __repr__(self) -> str:
+        """Fields and derived values: Triton's cache knows a kernel by this text, so a changed rule must change it."""
+        derived = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
+        return (
+            "Config("
+            + ", ".join(f"{n}={getattr(self, n)}" for n in (*self.__dataclass_fields__, *derived))
+            + ")"
+        )
+
+    @property
+    def NH(self) -> int:
+        """Tiles side by side over the query heads."""
+        return self.HQ // self.PACK
+
+    @property
+    def G(self) -> int:
+        return self.HQ // self.HKV
+
+    @property
+    def QT(self) -> int:
+        """Tokens of a consumer's 64 rows."""
+        return 64 // self.PACK
+
+    @property
+    def BYTES(self) -> int:
+        return 1 if self.FP8 else 2
+
+    @property
+    def PB(self) -> int:
+        """Tokens of a TMA box."""
+        return min(self.P, self.BN)
+
+    @property
+    def NP(self) -> int:
+        """Boxes along the tokens of a block."""
+        return self.BN // self.PB
+
+    @property
+    def DB(self) -> int:
+        """Elements of a TMA box along the head dim: the 128 bytes of a swizzle span at most."""
+        return min(self.D, 128 // self.BYTES)
+
+    @property
+    def KH(self) -> int:
+        """Boxes along the head dim."""
+        return self.D // self.DB
+
+    @property
+    def OH(self) -> int:
+        """Boxes of the bf16 output along the head dim."""
+        return self.D // min(self.D, 64)
+
+    @property
+    def T(self):
+        return gl.float8e4nv if self.FP8 else gl.bfloat16
+
+    @property
+    def TILE(self):
+        """[rows, D] operand in shared memory; pieces of 128 bytes along D follow one another."""
+        return gl.NVMMASharedLayout(self.DB * self.BYTES, 8 * self.BYTES, rank=2)
+
+    @property
+    def KV_BOX(self):
+        return gl.NVMMASharedLayout(self.DB * self.BYTES, 8 * self.BYTES, rank=4)
+
+    @property
+    def Q_BOX(self):
+        return gl.NVMMASharedLayout(self.DB * self.BYTES, 8 * self.BYTES, rank=3)
+
+    @property
+    def O_TILE(self):
+        return gl.NVMMASharedLayout(min(self.D, 64) * 2, 16, rank=2)
+
+    @property
+    def O_BOX(self):
+        return gl.NVMMASharedLayout(min(self.D, 64) * 2, 16, rank=3)
+
+    @property
+    def REGS(self) -> int:
+        """Registers a thread of a consumer: 2 * 240 + 32 = 512, with the transposer 2 * 208 + 72 + 24 = 512."""
+        return 208 if self.FP8 else 240
+
+    @property
+    def PRODUCER_REGS(self) -> int:
+        return 24 if self.FP8 else 32

@@ -1,0 +1,160 @@
+"""Compile prefill attention for sm_90a through its own launch code and print what came out, a JSON object a kernel.
+
+Run in a process of its own, without TRITON_INTERPRET: `python compile_prefill.py [name ...]`. The names are those of
+`CASES`; all of them by default.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+WORKERS = 2
+FEATURES = {"window": True, "logit_cap": True, "sinks": True, "return_lse": True}
+SHAPES: dict[str, dict[str, Any]] = {
+    "64/8 d128": {},
+    "5/1 d128 page 16": {"q_heads": 5, "kv_heads": 1, "page_size": 16},
+    "64/8 d128 window cap sinks lse": FEATURES,
+    "64/8 d128 full": {"causal": False},
+}
+# Name -> fields of the key that differ from the usual one.
+CASES: dict[str, dict[str, Any]] = {
+    f"{dtype} {name}": {**fields, "quant_type": quant_type}
+    for dtype, quant_type in (("bf16", -1), ("fp8", 1))
+    for name, fields in SHAPES.items()
+}
+CASES |= {
+    "bf16 64/8 d64": {"head_dim": 64, "v_dim": 64, "quant_type": -1},
+    "bf16 64/8 d128 portable": {"tma": False, "quant_type": -1},
+    "bf16 64/8 d256 portable": {"head_dim": 256, "v_dim": 256, "quant_type": -1},
+    "bf16 64/8 d192/128 portable": {"head_dim": 192, "v_dim": 128, "quant_type": -1},
+    "bf16 64/8 d128 ragged": {"page_size": 0, "quant_type": -1},
+    "fp8 64/8 d128 per token": {"quant_type": 0},
+}
+INSTRUCTIONS = {
+    "tma load": r"cp\.async\.bulk\.tensor\.\dd\.shared",
+    "tma store": r"cp\.async\.bulk\.tensor\.\dd\.global",
+    "wgmma bf16": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16",
+    "wgmma f16": r"wgmma\.mma_async\S*\.f32\.f16\.f16",
+    "wgmma e4m3": r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3",
+    "ldmatrix.trans": r"ldmatrix\S*\.trans",
+    "stmatrix": r"stmatrix",
+    "setmaxnreg": r"setmaxnreg",
+    "griddepcontrol.wait": r"griddepcontrol\.wait",
+}
+
+
+def main(names: list[str]) -> None:
+    # a fresh interpreter each: a kernel keeps what it was first compiled for
+    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+        for job in as_completed([pool.submit(compile_case, name) for name in names]):
+            for report in job.result():
+                print(json.dumps(report), flush=True)
+
+
+def compile_case(name: str) -> list[dict[str, Any]]:
+    """Compile the kernels that one call launches."""
+    import torch
+    import triton
+
+    from hpc.common.offline import compiling_for
+
+    torch.set_num_threads(1)
+    reports = []
+
+    def listener(*, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
+        (ptx,) = (Path(path) for file, path in metadata_group.items() if file.endswith(".ptx"))
+        kernel = src.fn.__name__
+        reports.append(
+            {"name": name, "kernel": kernel, "triton": triton.__version__, **describe(ptx, metadata)}
+        )
+
+    with compiling_for("sm90"), mock.patch.object(triton.knobs.compilation, "listener", listener):
+        launch_call(CASES[name])
+    return reports
+
+
+def launch_call(fields: dict[str, Any]) -> None:
+    import torch
+
+    from hpc.attention.prefill import launch, plan
+    from hpc.attention.prefill.validate import Layout
+
+    usual: dict[str, Any] = {
+        "sms": 132, "q_heads": 64, "kv_heads": 8, "head_dim": 128, "v_dim": 128, "page_size": 64, "quant_type": 1,
+    }  # fmt: skip
+    key = plan.Key(sm90=True, **{**usual, **fields})
+    dtype = torch.float8_e4m3fn if key.fp8 else torch.bfloat16
+    rows, batch = 256, 3
+    q = torch.empty((rows, key.q_heads, key.head_dim), dtype=dtype)
+    shape = (2, key.page_size) if key.page_size else (rows,)
+    k, v = (torch.empty((*shape, key.kv_heads, dim), dtype=dtype) for dim in (key.head_dim, key.v_dim))
+    out = torch.empty((rows, key.q_heads, key.v_dim), dtype=torch.bfloat16)
+    cu, lens = torch.zeros(batch + 1, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
+    k_strides, v_strides = ((*(() if key.page_size else (0,)), *t.stride()[:-1]) for t in (k, v))
+    layout = Layout(
+        q.stride()[:2],
+        k_strides,
+        v_strides,
+        out.stride()[:2],
+        (32, 32, 32),
+        32,
+        k.shape[0] if key.page_size else 0,
+    )
+    chosen = plan.sm90(key)
+    if plan.is_legal(chosen, key) is not None:
+        chosen = plan.portable(key)
+    call = launch.Call(key, chosen, 0, layout, 1024 if key.window else None)
+    tiles = plan.bound(rows, batch, chosen.tile_tokens)
+    table = torch.zeros(plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS, dtype=torch.int32)
+    block_ids = torch.zeros((batch, 8), dtype=torch.int32) if key.page_size else None
+    qscale = torch.ones((batch, key.q_heads, rows)) if key.fp8 else None
+    kscale, vscale = (torch.ones(1), torch.ones(1)) if key.fp8 else (None, None)
+    tensors = (
+        q,
+        k,
+        v,
+        out,
+        torch.empty(q.shape[:2]),
+        table,
+        block_ids,
+        qscale,
+        kscale,
+        vscale,
+        torch.zeros(64),
+    )
+    call.launch(0, tensors, cu, lens, tiles, call.default_scale, 30.0)
+
+
+def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Registers, spills and warnings as ptxas reports them, shared memory, and counts of instructions."""
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(ptxas), "-arch=sm_90a", "-v", str(ptx), "-o", f"{folder}/kernel.cubin"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    text = ptx.read_text()
+    if folder := os.environ.get("KEEP"):
+        (Path(folder) / f"{ptx.stem}.ptx").write_text(text)
+    return {
+        "regs": max(map(int, re.findall(r"Used (\d+) registers", log))),
+        "spill": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log))),
+        "warnings": sorted(set(re.findall(r"C75\d\d", log))),
+        "shared": metadata["shared"],
+        "instructions": {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
+    }
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # before a worker imports Triton
+    main(sys.argv[1:] or list(CASES))
