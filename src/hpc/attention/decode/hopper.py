@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 
 from hpc.attention.decode import plan
 from hpc.attention.decode.hopper_config import Config
-from hpc.attention.decode.hopper_merge import M_INIT, add_sink, merge_last
+from hpc.attention.decode.hopper_merge import M_INIT, finish, merge_last, refuse
 from hpc.common.gluon import (
     TensorDescriptor,
     barrier,
@@ -101,8 +101,9 @@ def _end(length, hi, max_tokens):
 
 
 @gluon.jit
-def _first_work(map_ptr, seq_ptr, batch, extra, max_tokens, n_bins, sig, window, num_splits, min_chunk, g,
-                C: gl.constexpr):  # fmt: skip
+def _first_work(
+    map_ptr, seq_ptr, batch, extra, max_tokens, sig, window, num_splits, min_chunk, g, C: gl.constexpr
+):
     """(request, tile, last request, its past-the-end tile or 0 for none, length of the first, whole, map is ours)."""
     if C.STATIC:
         b = g // num_splits
@@ -130,13 +131,13 @@ def _first_work(map_ptr, seq_ptr, batch, extra, max_tokens, n_bins, sig, window,
 
 @gluon.jit
 def _producer(k_desc, v_desc, kbuf, vbuf, full_bars, empty_bars, block_ptr, seq_ptr, map_ptr, batch, extra, max_tokens,
-              n_bins, sig, window, num_splits, min_chunk, stride_block, C: gl.constexpr):  # fmt: skip
+              sig, window, num_splits, min_chunk, stride_block, C: gl.constexpr):  # fmt: skip
     """One warp that walks the bin's steps and keeps STAGES of them in flight, across requests."""
     pid = gl.program_id(0)
     h = pid % (C.HKV * C.RB) % C.HKV
     g = pid // (C.HKV * C.RB)
     b, t, b_end, t_end, length, _ = _first_work(
-        map_ptr, seq_ptr, batch, extra, max_tokens, n_bins, sig, window, num_splits, min_chunk, g, C
+        map_ptr, seq_ptr, batch, extra, max_tokens, sig, window, num_splits, min_chunk, g, C
     )
     lo, full = _tiles(length, C.S, window, C.WINDOW)
     hi = gl.where(b < b_end, full, t_end)
@@ -258,65 +259,6 @@ def _mask_scores(s, n0, length, end, row0, window, MMA: gl.constexpr, C: gl.cons
 
 
 @gluon.jit
-def _finish(acc, m, l, b, h, row0, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr,
-            stride_o_tok, stride_o_head, num_q_heads, C: gl.constexpr):  # fmt: skip
-    """Merge the warp groups of a finished request; write its output, or its partial when it has other chunks."""
-    NV: gl.constexpr = C.NV
-    LG: gl.constexpr = gl.SliceLayout(1, C.MERGE)  # all groups of a row, and of an element below, in one thread
-    m = gl.convert_layout(m, LG)
-    l = gl.convert_layout(l, LG)
-    m_all = gl.max(m, 0)
-    weight = gl.exp2(m - gl.expand_dims(m_all, 0))
-    l_all = gl.sum(l * weight, 0)
-    LM: gl.constexpr = gl.SliceLayout(0, LG)
-    rr = gl.arange(0, C.R, LM) + row0
-    head = h * C.G + rr % C.G
-    if whole:
-        if C.SINKS:
-            sink = gl.load(sinks_ptr + head, mask=rr < C.ROWS, other=float("-inf"))
-            m_all, l_all, shrink = add_sink(m_all, l_all, sink)
-            weight = weight * gl.expand_dims(shrink, 0)
-        if C.LSE:
-            lse = gl.where(l_all > 0, (m_all + gl.log2(l_all)) / _LOG2E, float("-inf"))
-            gl.store(lse_ptr + (b * C.S + rr // C.G) * num_q_heads + head, lse, mask=rr < C.ROWS)
-        weight = weight * gl.expand_dims(gl.where(l_all > 0, vs / l_all, 0.0), 0)
-    else:
-        ml = ml_ptr + ((slot.to(gl.int64) * C.HKV + h) * C.ROWS + rr) * 2
-        gl.store(ml, m_all, mask=rr < C.ROWS)
-        gl.store(ml + 1, l_all, mask=rr < C.ROWS)
-    i = gl.expand_dims(gl.arange(0, C.DPV, gl.SliceLayout(1, gl.SliceLayout(0, C.MERGE))), 1)
-    r = gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, gl.SliceLayout(0, C.MERGE))), 0) + row0
-    mask = (r < C.ROWS) & (i >= 0)
-    out = o_ptr + (b * C.S).to(gl.int64) * stride_o_tok
-    out = out + (r // C.G) * stride_o_tok + (h * C.G + r % C.G) * stride_o_head
-    part = part_ptr + ((slot.to(gl.int64) * C.HKV + h) * C.ROWS + r) * C.DV
-    weight = gl.expand_dims(weight, 1)
-    for piece in gl.static_range(NV):
-        o = gl.sum(gl.convert_layout(acc[piece], C.MERGE) * weight, 0)
-        if C.FP8:
-            d = i * 2 + (piece // 2) * C.DBV + piece % 2
-        else:
-            d = i + piece * C.DBV
-        if whole:
-            gl.store(out + d, o.to(gl.bfloat16), mask=mask)
-        else:
-            gl.store(part + d, o, mask=mask)
-
-
-@gluon.jit
-def _refuse(g, n_bins, batch, h, row0, o_ptr, stride_o_tok, stride_o_head, C: gl.constexpr):
-    """The task map was built for another call: NaN to every row, loud and in bounds."""
-    LN: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [C.WARPS, 1], [1, 0])
-    r = gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(1, LN)), 1) + row0
-    d = gl.expand_dims(gl.arange(0, C.DV, gl.SliceLayout(0, LN)), 0)
-    for b in range(g, batch, n_bins):
-        out = o_ptr + (b * C.S).to(gl.int64) * stride_o_tok
-        out = out + (r // C.G) * stride_o_tok + (h * C.G + r % C.G) * stride_o_head + d
-        nan = gl.full([C.R, C.DV], float("nan"), gl.bfloat16, LN)
-        gl.store(out, nan, mask=(r < C.ROWS) & (d >= 0))
-
-
-@gluon.jit
 def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr,
               o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr, batch, extra, max_tokens, n_bins, sig, window, scale, cap,
               num_splits, min_chunk, num_q_heads, stride_q_tok, stride_q_head, stride_qs_tok, stride_qs_head,
@@ -334,7 +276,7 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
     h = hr % C.HKV
     row0 = (hr // C.HKV) * C.R
     b0, t, b_end, t_end, length, ours = _first_work(
-        map_ptr, seq_ptr, batch, extra, max_tokens, n_bins, sig, window, num_splits, min_chunk, g, C
+        map_ptr, seq_ptr, batch, extra, max_tokens, sig, window, num_splits, min_chunk, g, C
     )
     num_segments = b_end - b0 + gl.where(t_end > 0, 1, 0)
     next_length = _length(seq_ptr, b0 + 1, batch, extra)
@@ -348,7 +290,7 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
         last_chunks = gl.load(map_ptr + (g + 1) * _ENTRY + 7, mask=g + 1 < n_bins, other=0)
     pdl_wait(C.PDL)
     if not ours:
-        _refuse(g, n_bins, batch, h, row0, o_ptr, stride_o_tok, stride_o_head, C)
+        refuse(g, n_bins, batch, h, row0, o_ptr, lse_ptr, stride_o_tok, stride_o_head, num_q_heads, C)
 
     factor = scale * _LOG2E
     vs = 1.0
@@ -434,8 +376,8 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
         else:
             whole = (first_tile == lo) & (t_hi == full)
             slot = 2 * g + gl.where(first_tile == lo, 1, 0)
-        _finish(acc, m, gl.sum(l, 1), b, h, row0, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr,
-                stride_o_tok, stride_o_head, num_q_heads, C)  # fmt: skip
+        finish(acc, m, gl.sum(l, 1), b, h, row0, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr,
+               stride_o_tok, stride_o_head, num_q_heads, C)  # fmt: skip
         if C.FUSED:
             if not whole:
                 begins = first_tile == lo
@@ -493,7 +435,7 @@ def _decode_sm90_kernel(
                          sig, window, scale, cap, num_splits, min_chunk, num_q_heads, stride_q_tok, stride_q_head,
                          stride_qs_tok, stride_qs_head, stride_o_tok, stride_o_head, C)),
             (_producer, (k_desc, v_desc, kbuf, vbuf, full_bars, empty_bars, block_ptr, seq_ptr, map_ptr, batch, extra,
-                         max_tokens, n_bins, sig, window, num_splits, min_chunk, stride_block, C)),
+                         max_tokens, sig, window, num_splits, min_chunk, stride_block, C)),
         ],
         [1],
         [C.PRODUCER_REGS],

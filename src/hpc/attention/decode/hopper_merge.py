@@ -1,9 +1,10 @@
-"""Merge inside the SM90 decode kernel: the CTA that finishes a split request's last chunk combines all chunks.
+"""What the SM90 decode kernel writes: outputs, partials, and the merge of a split request's partials.
 
     out = sum_c 2^(m_c - m) O_c / sum_c 2^(m_c - m) l_c,   m = max_c m_c
 
-Counters live in the task map and are back at zero when the call ends. Compared with a merge kernel behind the
-attention kernel this saves a launch and lets the next kernel start while the last bins still run.
+over the warp groups of a CTA (`finish`), then over the chunks of a request (`merge_last`), by the CTA that finishes
+the last chunk. Its counters live in the task map and are back at zero when the call ends. Compared with a merge kernel
+behind the attention kernel this saves a launch and lets the next kernel start while the last bins still run.
 """
 
 from triton.experimental import gluon
@@ -21,6 +22,72 @@ def add_sink(m, l, sink):
     m_new = gl.where(l > 0, gl.maximum(m, sink * _LOG2E), m)
     shrink = gl.exp2(m - m_new)
     return m_new, gl.where(l > 0, l * shrink + gl.exp2(sink * _LOG2E - m_new), l), shrink
+
+
+@gluon.jit
+def finish(acc, m, l, b, h, row0, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr,
+           stride_o_tok, stride_o_head, num_q_heads, C: gl.constexpr):  # fmt: skip
+    """Merge the warp groups of a finished request; write its output, or its partial when it has other chunks."""
+    NV: gl.constexpr = C.NV
+    # All groups of a row, and of an element below, in one thread.
+    LG: gl.constexpr = gl.SliceLayout(1, C.MERGE)
+    m = gl.convert_layout(m, LG)
+    l = gl.convert_layout(l, LG)
+    m_all = gl.max(m, 0)
+    weight = gl.exp2(m - gl.expand_dims(m_all, 0))
+    l_all = gl.sum(l * weight, 0)
+    LM: gl.constexpr = gl.SliceLayout(0, LG)
+    rr = gl.arange(0, C.R, LM) + row0
+    head = h * C.G + rr % C.G
+    if whole:
+        if C.SINKS:
+            sink = gl.load(sinks_ptr + head, mask=rr < C.ROWS, other=float("-inf"))
+            m_all, l_all, shrink = add_sink(m_all, l_all, sink)
+            weight = weight * gl.expand_dims(shrink, 0)
+        if C.LSE:
+            lse = gl.where(l_all > 0, (m_all + gl.log2(l_all)) / _LOG2E, float("-inf"))
+            gl.store(lse_ptr + (b * C.S + rr // C.G) * num_q_heads + head, lse, mask=rr < C.ROWS)
+        weight = weight * gl.expand_dims(gl.where(l_all > 0, vs / l_all, 0.0), 0)
+    else:
+        ml = ml_ptr + ((slot.to(gl.int64) * C.HKV + h) * C.ROWS + rr) * 2
+        gl.store(ml, m_all, mask=rr < C.ROWS)
+        gl.store(ml + 1, l_all, mask=rr < C.ROWS)
+    i = gl.expand_dims(gl.arange(0, C.DPV, gl.SliceLayout(1, gl.SliceLayout(0, C.MERGE))), 1)
+    r = gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(0, gl.SliceLayout(0, C.MERGE))), 0) + row0
+    mask = (r < C.ROWS) & (i >= 0)
+    out = o_ptr + (b * C.S).to(gl.int64) * stride_o_tok
+    out = out + (r // C.G) * stride_o_tok + (h * C.G + r % C.G) * stride_o_head
+    part = part_ptr + ((slot.to(gl.int64) * C.HKV + h) * C.ROWS + r) * C.DV
+    weight = gl.expand_dims(weight, 1)
+    for piece in gl.static_range(NV):
+        o = gl.sum(gl.convert_layout(acc[piece], C.MERGE) * weight, 0)
+        if C.FP8:
+            d = i * 2 + (piece // 2) * C.DBV + piece % 2
+        else:
+            d = i + piece * C.DBV
+        if whole:
+            gl.store(out + d, o.to(gl.bfloat16), mask=mask)
+        else:
+            gl.store(part + d, o, mask=mask)
+
+
+@gluon.jit
+def refuse(
+    g, n_bins, batch, h, row0, o_ptr, lse_ptr, stride_o_tok, stride_o_head, num_q_heads, C: gl.constexpr
+):
+    """The task map was built for another call: NaN to every row, loud and in bounds."""
+    LN: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [C.WARPS, 1], [1, 0])
+    r = gl.expand_dims(gl.arange(0, C.R, gl.SliceLayout(1, LN)), 1) + row0
+    d = gl.expand_dims(gl.arange(0, C.DV, gl.SliceLayout(0, LN)), 0)
+    head = h * C.G + r % C.G
+    for b in range(g, batch, n_bins):
+        out = o_ptr + (b * C.S).to(gl.int64) * stride_o_tok
+        out = out + (r // C.G) * stride_o_tok + head * stride_o_head + d
+        nan = gl.full([C.R, C.DV], float("nan"), gl.bfloat16, LN)
+        gl.store(out, nan, mask=(r < C.ROWS) & (d >= 0))
+        if C.LSE:
+            lse = lse_ptr + (b * C.S + r // C.G) * num_q_heads + head
+            gl.store(lse, gl.full([C.R, 1], float("nan"), gl.float32, LN), mask=r < C.ROWS)
 
 
 @gluon.jit
