@@ -174,6 +174,6 @@ def get_attention_decode_scratch_size(
         sm90=hopper, sms=arch.sm_count(where), batch=num_batch, q_heads=num_head_q, kv_heads=num_head_kv,
         head_dim=head_dim, v_dim=v_dim, page_size=page_size, max_pages=1, num_new_tokens=mtp + 1,
         quant_type=-1 if quant_type is None else arguments.quant_type(name, quant_type), dynamic=dynamic,
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant, gpu=arch.device_name(where) if arch.is_cuda(where) else "",
     )  # fmt: skip
     return 4 * scratch(key, choose.choose(key))[2]

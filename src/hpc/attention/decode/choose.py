@@ -1,4 +1,4 @@
-"""What a decode call is (`Key`), how it may be run (`Plan`), and the analytic choice between plans.
+"""What a decode call is (`Key`), how it may be run (`Plan`), and the choice between plans.
 
 Pure Python on integers and flags; nothing here touches a tensor or a device.
 """
@@ -6,9 +6,14 @@ Pure Python on integers and flags; nothing here touches a tensor or a device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 from hpc.attention.decode.plan import NUM_VARIANTS
+from hpc.common import plan_table
+
+CONFIGS = Path(__file__).parent / "configs"  # tables that `hpc tune` wrote
 
 TMA_HEAD_DIMS = (64, 128, 256)
 TMA_PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -41,6 +46,7 @@ class Key:
     splitk: bool = True
     batch_invariant: bool = False
     tma: bool = True  # base addresses and strides of the caches are multiples of 16 bytes
+    gpu: str = ""  # name, for the table of measured plans; empty: the analytic choice
 
     @property
     def group(self) -> int:
@@ -106,8 +112,38 @@ def stage_bytes(key: Key) -> int:
     return 64 * (key.head_dim + key.v_dim) * (1 if key.fp8 else 2)
 
 
+@lru_cache(maxsize=4096)
 def choose(key: Key) -> Plan:
-    """The analytic choice."""
+    """The measured plan of a known call, else the analytic choice."""
+    return _measured(key) or analytic(key)
+
+
+def point(key: Key) -> tuple[dict[str, int | bool | str], int]:
+    """By what the table is looked up: nothing that the exact size of the scratch is not known by."""
+    axes = (
+        "q_heads",
+        "kv_heads",
+        "head_dim",
+        "v_dim",
+        "page_size",
+        "num_new_tokens",
+        "quant_type",
+        "dynamic",
+    )
+    return {name: getattr(key, name) for name in axes}, key.batch
+
+
+def _measured(key: Key) -> Plan | None:
+    if not key.gpu or not key.splitk or key.batch_invariant:
+        return None
+    table = plan_table.load(CONFIGS, key.gpu, key.sms)
+    entry = table.find(*point(key)) if table is not None else None
+    plan = Plan(**entry.plan) if entry is not None and entry.plan is not None else None
+    return plan if plan is not None and is_legal(plan, key) is None else None
+
+
+def analytic(key: Key) -> Plan:
+    """The choice without measurements, each number with its reason."""
     plan = _sm90_plan(key)
     return plan if is_legal(plan, key) is None else _portable_plan(key)
 
@@ -129,10 +165,10 @@ def _sm90_plan(key: Key) -> Plan:
     wanted = -(-IN_FLIGHT // (ctas * (step // 64) * stage_bytes(key)))
     stages = max(2, min(max(3, wanted), room))
     splits, chunk = static_split(key, ctas)
-    return Plan("sm90", ctas, rows, warps_tok, warps_row, stages, _registers(warps, ctas), splits, chunk)
+    return Plan("sm90", ctas, rows, warps_tok, warps_row, stages, registers(warps, ctas), splits, chunk)
 
 
-def _registers(warps: int, ctas: int) -> int:
+def registers(warps: int, ctas: int) -> int:
     """Registers a thread at launch: the register file over all warps, with four for the producer's warpgroup.
 
     The compute warps take over what the producer's warpgroup gives up: 216 to 240 a thread.

@@ -47,6 +47,7 @@ def call(args: Arguments) -> tuple[choose.Key, Layout]:
         sinks=args.sinks is not None, return_lse=bool(args.return_lse), dynamic=args.task_map is not None,
         new_kv_included=bool(args.new_kv_included), splitk=bool(args.splitk),
         batch_invariant=bool(args.batch_invariant), tma=aligned,
+        gpu=arch.device_name(q.device) if q.is_cuda else "",
     )  # fmt: skip
     output, stored = args.output, args.scales[1]
     layout = Layout(
