@@ -19,9 +19,10 @@ attention, trees of draft tokens (top-k above 1, n-gram), the draft model itself
 `--speculative-draft-attention-backend`), models in float16, KV caches other than BF16 and e4m3. The MoE is not part
 of the plugin: `--moe-runner-backend hpc_ops` runs on this library as it is.
 
-What has run: registration, CUDA-graph bookkeeping and every mode of `forward` on a CPU, where operators compute their
-reference, behind stand-ins for SGLang's classes whose interface is that of 0.5.17 and 0.5.23 (tests/sglang).
-What has not: this backend inside an SGLang server, on a GPU, and in a captured graph.
+What has run, on a CPU, where operators compute their reference: every mode of `forward` and the bookkeeping around CUDA
+graphs behind stand-ins; and with the installed SGLang 0.5.17 and 0.5.23 its plugin loader, its argument parser, and the
+backend under its base class (tests/sglang). What has not run: this backend in an SGLang server, on a GPU, and in a
+captured graph.
 """
 
 from __future__ import annotations

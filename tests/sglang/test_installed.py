@@ -1,0 +1,264 @@
+"""Where SGLang is installed: its own backends on this package, and this package's plugin in its plugin loader.
+
+Without a GPU the operators compute their reference, SGLang's Triton kernels run in Triton's interpreter, and what it
+asks of the device (capability, its own quantisation kernels) is answered by the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_standins import KVPool, RadixAttention, batch_of, check, draw, expected, runner
+from sglang_support import CALL_SITES, FP8, HEAD_DIM, VERSIONS, CallSite, Pool, attend_pool, need, rms, to_fp8
+
+import hpc
+
+pytestmark = pytest.mark.sglang
+QUERY_OPS = ("rope_norm_store_kv_fp8", "quantize_query_fp8")
+PREFILL_OPS = ("attention_with_kvcache_prefill_bf16", "attention_with_kvcache_prefill_fp8")
+
+
+def version() -> str:
+    found = importlib.metadata.version("sglang")
+    if found not in VERSIONS:
+        pytest.skip(f"SGLang {found} is not one of {', '.join(VERSIONS)}")
+    return found
+
+
+def source(site: CallSite) -> Path:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0]) / site.files[VERSIONS.index(version())]
+
+
+@pytest.mark.parametrize("site", CALL_SITES, ids=lambda site: site.function)
+def test_table_says_what_sglang_calls(site: CallSite) -> None:
+    """Every `hpc.<function>(...)` in SGLang's source has the arguments of the table that the other tests go by."""
+    found = []
+    for node in ast.walk(ast.parse(source(site).read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"hpc.{site.function}":
+            names = [keyword.arg for keyword in node.keywords]
+            found.append((len(node.args), tuple(n for n in names if n), None in names))
+    assert found == [(site.positional, site.keywords, site.splat)]
+
+
+def test_table_is_complete() -> None:
+    """No other function of this package is called in those files."""
+    known = {site.function for site in CALL_SITES}
+    for path in {source(site) for site in CALL_SITES}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("hpc."):
+                assert ast.unparse(node.func).removeprefix("hpc.") in known
+
+
+# --- hpc_ops attention --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backend_module(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Any:
+    module = importlib.import_module("sglang.srt.layers.attention.hpc_ops_backend")
+    if device.type == "cpu":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    if hasattr(module, "get_parallel"):
+        monkeypatch.setattr(module, "get_parallel", lambda: types.SimpleNamespace(tp_size=1))
+    return module
+
+
+def hpc_ops(module: Any, pool: Pool, layer: RadixAttention) -> Any:
+    """SGLang's backend on a runner with the attributes that it reads."""
+    config = types.SimpleNamespace(
+        num_attention_heads=layer.tp_q_head_num, get_num_kv_heads=lambda _: layer.tp_k_head_num, head_dim=HEAD_DIM,
+        context_len=pool.context_len, is_encoder_decoder=False,
+    )  # fmt: skip
+    return module.HPCOpsAttnBackend(
+        runner(
+            pool, [layer], model_config=config, device=pool.device, ps=types.SimpleNamespace(tp_size=1),
+            spec_algorithm=types.SimpleNamespace(is_speculative=lambda: False),
+        )
+    )  # fmt: skip
+
+
+def forward_mode() -> Any:
+    return importlib.import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
+
+
+def test_sglang_sees_the_package(backend_module: Any) -> None:
+    assert backend_module.has_hpc_ops() and backend_module._bf16_decode_supports_task_map()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph_halves"])
+def test_hpc_ops_decode(graph: bool, backend_module: Any, device: torch.device) -> None:
+    """SGLang's own page-table kernels and schedule calls, then its decode call; with graphs, two padded rows."""
+    layer = RadixAttention((8, 2), HEAD_DIM)
+    pool = Pool((200, 65), 2, torch.bfloat16, device)
+    pool.fill(fresh=[1, 1])
+    backend = hpc_ops(backend_module, pool, layer)
+    batch = batch_of(pool, forward_mode().DECODE, [1, 1], pad_to=4 if graph else 0)
+    if graph:
+        backend.init_cuda_graph_state(4, 4)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        backend.init_forward_metadata_in_graph(batch)
+        assert backend.forward_metadata.hpc_task_map is not None
+    else:
+        backend.init_forward_metadata(batch)
+    q, k, v = draw(batch.batch_size, layer, device)
+    out = backend.forward(q, k, v, layer, batch)
+    check(out[:2], expected(pool, q[:2], [1, 1], layer), False)
+
+
+def test_hpc_ops_extend(backend_module: Any, device: torch.device) -> None:
+    need(*PREFILL_OPS)
+    layer = RadixAttention((8, 2), HEAD_DIM)
+    pool, fresh = Pool((60, 200, 90), 2, torch.bfloat16, device), [60, 70, 1]
+    pool.fill(fresh=fresh)
+    backend = hpc_ops(backend_module, pool, layer)
+    batch = batch_of(pool, forward_mode().MIXED, fresh)
+    backend.init_forward_metadata(batch)
+    q, k, v = draw(sum(fresh), layer, device)
+    check(backend.forward(q, k, v, layer, batch), expected(pool, q, fresh, layer), False)
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "EXTEND"])
+def test_hpc_ops_fp8_through_the_prologue(mode: str, backend_module: Any, device: torch.device) -> None:
+    """`fused_qk_rope_store_kv_fp8` as HunYuan V3 calls it, then attention on the scales that it leaves behind."""
+    need(*QUERY_OPS, *(PREFILL_OPS if mode == "EXTEND" else ()))
+    fresh = [1, 1] if mode == "DECODE" else [65, 40]
+    layer = RadixAttention((8, 1), HEAD_DIM)
+    layer.k_scale, layer.v_scale = (torch.tensor(value, device=device) for value in (0.02, 0.03))
+    pool = Pool((200, 65), 1, FP8, device)
+    pool.fill(fresh=fresh, std=30.0)
+    backend = hpc_ops(backend_module, pool, layer)
+    batch = batch_of(pool, getattr(forward_mode(), mode), fresh)
+    backend.init_forward_metadata(batch)
+    generator = torch.Generator().manual_seed(4)
+    qkv = torch.randn(sum(fresh), 10 * HEAD_DIM, generator=generator).to(device, torch.bfloat16)
+    angles = torch.outer(torch.arange(512.0), 10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))
+    q = backend.fused_qk_rope_store_kv_fp8(
+        layer=layer, forward_batch=batch, qkv=qkv, cos_sin_cache=torch.cat((angles.cos(), angles.sin()), -1).to(device),
+        q_norm_weight=torch.ones(HEAD_DIM, device=device), k_norm_weight=torch.ones(HEAD_DIM, device=device),
+        qk_norm_policy=2,
+    )  # fmt: skip
+    scale = backend.forward_metadata.hpc_q_scale
+    by_token = scale if mode == "DECODE" else torch.cat([scale[b, :, :n].T for b, n in enumerate(fresh)])
+    out = backend.forward(q.view(-1, 8 * HEAD_DIM), None, None, layer, batch, save_kv_cache=False)
+    real = q.float() * by_token[..., None]
+    assert out.dtype == torch.bfloat16
+    assert rms(out, attend_pool(pool, real, fresh, 0.02, 0.03).flatten(1)) < 6e-3
+
+
+# --- hpc_ops MoE and router ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["per_tensor", "block"])
+def test_hpc_ops_moe_runner(kind: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """`fused_experts_none_to_hpc_ops` with the payload that `Fp8MoEMethod` makes, routed scaling included."""
+    import test_moe_calls as moe
+
+    need("fuse_moe", "fuse_moe_blockwise")
+    module = importlib.import_module("sglang.srt.layers.moe.moe_runner.hpc_ops")
+    kernels = importlib.import_module("sglang.kernels.ops.quantization.fp8_kernel")
+    if device.type == "cpu":
+        monkeypatch.setattr(kernels, "sglang_per_token_group_quant_fp8", lambda x, _: moe.quantise_groups(x))
+        quant = lambda x, scale: (to_fp8(x.float() / scale), scale)  # noqa: E731
+        monkeypatch.setattr(kernels, "scaled_fp8_quant", quant, raising=False)
+    layer = moe.LAYERS[kind](4, 256, moe.INTER[kind], device, rank=1, total=8)
+    common = {"w13_weight": layer.w13, "w2_weight": layer.w2, "global_num_experts": 8}
+    if version() == "0.5.17":
+        common["moe_ep_rank"] = 1
+    if kind == "block":
+        pad = module.pad_hpc_ops_block_scale
+        scales = (layer.w13_scale[..., :2], layer.w2_scale[..., :1])
+        info = module.HpcOpsMoeQuantInfo(
+            **common, block_quant=True, w13_weight_scale_inv=pad(scales[0]), w2_weight_scale_inv=pad(scales[1]),
+            block_shape=[128, 128],
+        )  # fmt: skip
+    else:
+        info = module.HpcOpsMoeQuantInfo(
+            **common, block_quant=False, gate_up_alphas=layer.w13_scale * layer.w13_input_scale,
+            down_alphas=layer.w2_scale * layer.w2_input_scale, w13_input_scale=layer.w13_input_scale,
+            w2_input_scale=layer.w2_input_scale,
+        )  # fmt: skip
+    config = types.SimpleNamespace(
+        activation="silu", is_gated=True, num_fused_shared_experts=0, apply_router_weight_on_input=False,
+        no_combine=False, gemm1_alpha=None, gemm1_clamp_limit=None, swiglu_limit=None, routed_scaling_factor=2.5,
+        moe_ep_rank=1,
+    )  # fmt: skip
+    topk, ids = moe.routing(7, 4, 8, device, padded=2)
+    x = moe.hidden(7, 256, device)
+    dispatch = types.SimpleNamespace(hidden_states=x, topk_output=(topk, ids, None))
+    out = module.fused_experts_none_to_hpc_ops(dispatch, info, config).hidden_states
+    assert rms(out, moe.expected(layer, x, topk, ids) * 2.5) < moe.RMS
+
+
+def test_router_gemm(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """`linear_bf16_fp32` with LongCat's threshold: its split, its cache on the weight, its call."""
+    need("gemm_bf16xfp32")
+    path = CALL_SITES[-1].files[VERSIONS.index(version())].removesuffix(".py").replace("/", ".")
+    module = importlib.import_module(f"sglang.{path}")
+    monkeypatch.setattr(module, "_hpc_gemm_enabled", True)
+    if device.type == "cpu":
+        monkeypatch.setattr(module, "_can_use_hpc_gemm_bf16xfp32", lambda x, y, min_m: x.shape[0] >= min_m)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(128, 1536, generator=generator).to(device, torch.bfloat16)
+    weight = (torch.randn(384, 1536, generator=generator) * 0.02).to(device)
+    for _ in range(2):
+        out = module.linear_bf16_fp32(x, weight, hpc_kernel_min_m=128)
+        assert out.dtype == torch.float32 and rms(out, x.double() @ weight.double().T) < 2e-5
+
+
+# --- the plugin ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """SGLang's loader has run with this package's entry point found as an installed one."""
+    info = tmp_path / "hpc-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hpc-under-test\nVersion: 0\n")
+    text = "[sglang.srt.plugins]\nhpc_under_test = hpc.integrations.sglang:register\n"
+    (info / "entry_points.txt").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugins = importlib.import_module("sglang.srt.plugins")
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    plugins.load_plugins()
+    return plugins
+
+
+def test_loader_makes_the_backend_known(loaded: Any) -> None:
+    """`--attention-backend hpc` parses, and the registry makes it."""
+    arguments = importlib.import_module("sglang.srt.server_args")
+    parser = argparse.ArgumentParser()
+    arguments.ServerArgs.add_cli_args(parser)
+    parsed = parser.parse_args(["--model-path", "model", "--attention-backend", "hpc", "--page-size", "64"])
+    assert parsed.attention_backend == "hpc"
+    registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
+    assert registry.ATTENTION_BACKENDS["hpc"].__module__ == "hpc.integrations.sglang"
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY", "MIXED"])
+def test_plugin_under_sglangs_base_class(mode: str, fp8: bool, loaded: Any, device: torch.device) -> None:
+    """SGLang's `AttentionBackend.forward`, `ForwardMode` and `KVWriteLoc`; heads that hpc_ops refuses."""
+    need("quantize_query_fp8", *(PREFILL_OPS if mode == "MIXED" else ()))
+    fresh = {"DECODE": [1, 1], "TARGET_VERIFY": [4, 4], "MIXED": [70, 1]}[mode]
+    registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
+    base = importlib.import_module("sglang.srt.layers.attention.base_attn_backend")
+    pool = Pool((200, 65), 1, FP8 if fp8 else torch.bfloat16, device, head_dim=64, page=16)
+    pool.fill(fresh=fresh)
+    layer = RadixAttention((12, 1), 64)
+    backend = registry.ATTENTION_BACKENDS["hpc"](runner(pool, [layer], KVPool(pool)))
+    assert isinstance(backend, base.AttentionBackend)
+    batch = batch_of(pool, getattr(forward_mode(), mode), fresh)
+    backend.init_forward_metadata(batch)
+    q, k, v = draw(sum(fresh), layer, device)
+    check(backend.forward(q, k, v, layer, batch), expected(pool, q, fresh, layer), fp8)
+    assert hpc.__version__
