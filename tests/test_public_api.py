@@ -27,6 +27,7 @@ DECODE_HEAD = {
     "num_seq_kvcache": REQUIRED,
 }
 DECODE_TAIL = {"splitk": True, "task_map": None, "split_flag": None, "output": None}
+PREFILL_TAIL = dict.fromkeys(("cu_seqlens_q", "block_ids", "seqlens_kvcache", "max_seqlens_q"), REQUIRED)
 MOE_ROUTING = dict.fromkeys(("topk_ids", "topk_scale", "rank_ep", "num_expert_total"), REQUIRED)
 MOE_TENSOR = {
     **dict.fromkeys(("x", "gate_up_weight", "down_weight", "gate_up_scale", "down_scale"), REQUIRED),
@@ -35,6 +36,22 @@ MOE_TENSOR = {
 MOE_BLOCK = {
     **dict.fromkeys(("x", "x_scale", "gate_up_weight", "gate_up_weight_scale", "down_weight"), REQUIRED),
     "down_weight_scale": REQUIRED, **MOE_ROUTING, "shared_output": None,
+}  # fmt: skip
+ROPE_HEAD = dict.fromkeys(
+    (
+        "key_cache",
+        "value_cache",
+        "qkv",
+        "cos_sin",
+        "num_seqlen_per_req",
+        "q_index",
+        "kvcache_indices",
+        "is_prefill",
+    ),
+    REQUIRED,
+)
+ROPE_TAIL = {
+    **dict.fromkeys(("q_norm_weight", "k_norm_weight", "out_q", "out_k", "out_v")), "qk_norm_policy": 0,
 }  # fmt: skip
 CONTRACT: dict[str, dict[str, object]] = {
     "attention_decode_bf16": {**DECODE_HEAD, "mtp": 0, "new_kv_included": False, **DECODE_TAIL},
@@ -63,6 +80,37 @@ CONTRACT: dict[str, dict[str, object]] = {
         "min_process_len": 512,
     },
     "print_attention_decode_task": {"task_map": REQUIRED},
+    "rope_norm_store_kv": {**ROPE_HEAD, **ROPE_TAIL},
+    "rope_norm_store_kv_fp8": {
+        **ROPE_HEAD,
+        **dict.fromkeys(("k_scale", "v_scale", "quant_policy"), REQUIRED),
+        "max_seqlens": 0,
+        "upper_max": None,
+        "q_scale_inv": None,
+        **ROPE_TAIL,
+    },  # fmt: skip
+    "quantize_query_fp8": {
+        "q": REQUIRED,
+        "q_index": None,
+        "max_seqlens": 0,
+        "upper_max": None,
+        "out_q": None,
+    },  # fmt: skip
+    "attention_prefill_bf16": {
+        **dict.fromkeys(("q", "k", "v", "seqlens_q", "cu_seqlens_q", "max_seqlens_q"), REQUIRED),
+        "output": None,
+    },
+    "attention_with_kvcache_prefill_bf16": {
+        **dict.fromkeys(("q", "kcache", "vcache"), REQUIRED),
+        **PREFILL_TAIL,
+        "output": None,
+    },
+    "attention_with_kvcache_prefill_fp8": {
+        **dict.fromkeys(("q", "kcache", "vcache", "qscale", "kscale", "vscale"), REQUIRED),
+        **PREFILL_TAIL,
+        "quant_type": ANY,
+        "output": None,
+    },
     "warmup": {"ops": None, "device": None, "progress": None},
     "fuse_moe": {**MOE_TENSOR, "output": None},
     "fuse_moe_pertensor_fp8": MOE_TENSOR,
@@ -153,7 +201,7 @@ def test_all_names_resolve_and_are_listed() -> None:
 
 def test_table_all_and_type_checking_imports_agree() -> None:
     """One table decides at run time; the names that type checkers see must be the same."""
-    for module in (hpc, hpc.attention, hpc.moe):
+    for module in (hpc, hpc.attention, hpc.moe, hpc.rope):
         table = set(module._PUBLIC)
         assert {name for name in module.__all__ if not name.startswith("__")} == table
         tree = ast.parse(Path(inspect.getfile(module)).read_text())

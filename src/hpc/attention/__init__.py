@@ -13,15 +13,24 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time the table below 
         get_attention_decode_task_workspace,
         print_attention_decode_task,
     )
+    from hpc.attention.prefill.api import (
+        attention_prefill_bf16,
+        attention_with_kvcache_prefill_bf16,
+        attention_with_kvcache_prefill_fp8,
+    )
 
 _DECODE = "hpc.attention.decode.api"
 _TASKS = "hpc.attention.decode.api_tasks"
+_PREFILL = "hpc.attention.prefill.api"
 
 # Public name -> the module that holds it.
 _PUBLIC: dict[str, str] = {
     "assign_attention_decode_task": _TASKS,
     "attention_decode_bf16": _DECODE,
     "attention_decode_fp8": _DECODE,
+    "attention_prefill_bf16": _PREFILL,
+    "attention_with_kvcache_prefill_bf16": _PREFILL,
+    "attention_with_kvcache_prefill_fp8": _PREFILL,
     "get_attention_decode_scratch_size": _TASKS,
     "get_attention_decode_task_workspace": _TASKS,
     "print_attention_decode_task": _TASKS,
@@ -31,6 +40,9 @@ __all__ = [
     "assign_attention_decode_task",
     "attention_decode_bf16",
     "attention_decode_fp8",
+    "attention_prefill_bf16",
+    "attention_with_kvcache_prefill_bf16",
+    "attention_with_kvcache_prefill_fp8",
     "get_attention_decode_scratch_size",
     "get_attention_decode_task_workspace",
     "print_attention_decode_task",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # it imports torch, and shell completion reads this table
 # Operator name -> module with its `OPERATOR`.
 OPERATORS: dict[str, str] = {
     "attention.decode": "hpc.attention.decode.cases",
+    "attention.prefill": "hpc.attention.prefill.cases",
     "gemm.router": "hpc.gemm.router.cases",
     "gemm.router_topk": "hpc.gemm.router.cases_topk",
     "rope.prologue": "hpc.rope.cases",

@@ -96,7 +96,7 @@ def interpret_cases() -> tuple[Case, ...]:
         "fp8": PrefillCase(mixed, 4, 1, 32, page_size=16, dtype="fp8"),
         "fp8 per token": PrefillCase(((10, 70), (3, 40)), 4, 2, dtype="fp8", quant_type=0),
     }
-    return tuple(Case(name, frozenset({"interpret"}), params) for name, params in rows.items())
+    return tuple(Case(name, frozenset({"interpret", "demo"}), params) for name, params in rows.items())
 
 
 def _case(text: str, lens: Any, tags: str, heads: tuple[int, int], dtype: str, **rest: Any) -> Case:
