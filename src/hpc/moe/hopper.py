@@ -273,7 +273,7 @@ def _offsets(C: gl.constexpr):
 def _gather_parts(part_ptr, item_begin, half, per, C: gl.constexpr):
     """Sum of one half of an item over the programs that hold a part of it, in their order."""
     MMA: gl.constexpr = C.MMA
-    UNROLL: gl.constexpr = 4 if C.N <= 16 else 2
+    UNROLL: gl.constexpr = 4 if C.N <= 16 else 2 if C.N <= 32 else 1
     low = (item_begin + half * C.KU) // per
     high = (item_begin + half * C.KU + C.KU - 1) // per
     acc = gl.full([128, C.N], 0.0, gl.float32, MMA)

@@ -103,7 +103,7 @@ class Call:
 
         key, chosen, layout = self.key, self.plan, self.layout
         block_k = 128 if chosen.tile <= 32 else 64
-        options = {"num_warps": 8 if chosen.tile > 32 else 4, "num_stages": 3, "launch_pdl": self.pdl}
+        options = {"num_warps": 8 if chosen.tile > 16 else 4, "num_stages": 3, "launch_pdl": self.pdl}
         gate_up = Kernel(kernels._moe_gate_up_kernel, NAME, **options)
         down = Kernel(kernels._moe_down_kernel, NAME, **options)
         per_sm = 2 if chosen.tile <= 32 else 1

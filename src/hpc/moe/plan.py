@@ -192,6 +192,8 @@ def choose_sm90(key: Key) -> tuple[int, Product, Product]:
     rows = key.rows_per_expert
     # room for the spread of random routing around the mean; a second tile of an expert reads its weights again
     tile = next((n for n, most in ((8, 4), (16, 10), (32, 24), (64, 48)) if rows <= most), 128)
+    if key.block_scales:
+        tile = min(tile, 64)  # a fresh accumulator a block beside the sum: 128 rows spill registers
     warps = 4 if tile <= 32 else 8
     boxes = 2 if tile <= 32 or not key.block_scales else 1
     producer = {8: 1, 16: 2}.get(tile, 4)

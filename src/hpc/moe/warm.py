@@ -77,7 +77,7 @@ def meta_arguments(params: MoeCase) -> Arguments:
     )  # fmt: skip
 
 
-def compile_shape(params: MoeCase, target: str) -> None:
+def compile_shape(params: MoeCase, target: str, chosen: plan.Plan | None = None) -> None:
     """Compile the launches of one call for `target`, with CPU tensors in the place of the device's."""
     args = meta_arguments(params)
     key = validate.call("warmup", args, 0, params.experts, params.bf16_mul)
@@ -87,7 +87,7 @@ def compile_shape(params: MoeCase, target: str) -> None:
     scales = tuple(
         (s.shape[1], s.shape[2]) if s.dim() == 3 else (1, 1) for s in (args.w13_scale, args.w2_scale)
     )
-    call = launch.Call(key, plan.choose(key), 0, 0, False, key.hidden, scales)
+    call = launch.Call(key, chosen or plan.choose(key), 0, 0, False, key.hidden, scales)
     out = torch.empty(args.x.shape, dtype=torch.bfloat16)
     with compiling_for(target):
         call.launch(0, args, 1.0, out, torch.empty(call.layout.size, dtype=torch.uint8))

@@ -1,0 +1,104 @@
+"""Compile the fused MoE for sm_90a through its own launch code and print what came out, a JSON object a kernel.
+
+Run in a process of its own, without TRITON_INTERPRET: `python compile_moe.py [name ...]`. The names are those of
+`CASES`; all of them by default.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+WORKERS = 2
+
+# Name -> (tokens, experts, hidden, intermediate, block scales, backend or None for the choice).
+CASES: dict[str, tuple[int, int, int, int, bool, str | None]] = {
+    "tensor tiny": (1, 192, 4096, 192, False, None),
+    "block tiny": (1, 192, 4096, 192, True, None),
+    "tensor tile 8": (8, 192, 4096, 192, False, None),
+    "block tile 8": (8, 24, 4096, 1536, True, None),
+    "tensor tile 32, index in three": (256, 192, 4096, 192, False, None),
+    "block tile 32": (64, 24, 4096, 1536, True, None),
+    "tensor tile 128": (1024, 24, 4096, 1536, False, None),
+    "block tile 64": (1024, 24, 4096, 1536, True, None),
+    "tensor tile 16, I = 80": (64, 128, 2048, 80, False, None),
+    "tensor portable": (64, 128, 2048, 768, False, "portable"),
+    "block portable": (1024, 128, 2048, 80, True, "portable"),
+}
+INSTRUCTIONS = {
+    "tma": r"cp\.async\.bulk\.tensor",
+    "cp.async": r"cp\.async\.c[ag]",
+    "wgmma e4m3": r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3",
+    "matrix f16": r"(?:wgmma\.mma_async|mma\.sync)\S*\.f32\.f16\.f16",
+    "griddepcontrol.wait": r"griddepcontrol\.wait",
+}
+
+
+def main(names: list[str]) -> None:
+    # a fresh interpreter each: a kernel keeps what it was first compiled for
+    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+        for job in as_completed([pool.submit(compile_case, name) for name in names]):
+            for report in job.result():
+                print(json.dumps(report), flush=True)
+
+
+def compile_case(name: str) -> list[dict[str, Any]]:
+    """Compile the kernels that one call launches."""
+    import torch
+    import triton
+
+    from hpc.moe import plan, warm
+    from hpc.moe.case_lists import MoeCase
+
+    torch.set_num_threads(1)
+    reports = []
+
+    def listener(*, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
+        (ptx,) = (Path(path) for file, path in metadata_group.items() if file.endswith(".ptx"))
+        kernel = src.fn.__name__
+        reports.append(
+            {"name": name, "kernel": kernel, "triton": triton.__version__, **describe(ptx, metadata)}
+        )
+
+    tokens, experts, hidden, inter, block, backend = CASES[name]
+    chosen = (
+        None
+        if backend is None
+        else plan.Plan(backend, 32 if block else 16, 128, tokens * 8 <= plan.FUSED_PAIRS)
+    )
+    params = MoeCase(tokens, experts, hidden, inter, block=block)
+    with mock.patch.object(triton.knobs.compilation, "listener", listener):
+        warm.compile_shape(params, "sm90", chosen)
+    return reports
+
+
+def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Registers and spills as ptxas reports them, shared memory, and counts of instructions."""
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(ptxas), "-arch=sm_90a", "-v", str(ptx), "-o", f"{folder}/kernel.cubin"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    text = ptx.read_text()
+    return {
+        "regs": max(map(int, re.findall(r"Used (\d+) registers", log))),
+        "spill": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log))),
+        "serialised": log.count("serialized"),
+        "shared": metadata["shared"],
+        "instructions": {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
+    }
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # before a worker imports Triton
+    main(sys.argv[1:] or list(CASES))
