@@ -49,9 +49,9 @@ def attention_decode_bf16(
         mtp: draft tokens a request beyond the first (query tokens a request - 1), 0 to 15.
         new_kv_included: whether num_seq_kvcache counts this step's tokens.
         splitk: False runs each request in one chunk; needs task_map=None.
-        task_map: a workspace filled by `assign_attention_decode_task` for the same lengths, heads, S, window and
-            new_kv_included: work is balanced over the multiprocessors. A map made for another call gives NaN. One call
-            at a time may use a map. None: a static split of each request.
+        task_map: int8 or int32 [words], filled by `assign_attention_decode_task` for the same lengths, heads, S, window
+            and new_kv_included: work is balanced over the multiprocessors. A map made for another call gives NaN. One
+            call at a time may use a map. None: a static split of each request.
         split_flag: accepted for compatibility, int32 [B, num_kv_heads]; neither read nor written.
         output: BF16 [B * S, num_q_heads, v_dim], inner dim packed; written in place and returned.
         softmax_scale: factor of the scores, default head_dim ** -0.5.

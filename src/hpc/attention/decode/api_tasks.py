@@ -27,7 +27,7 @@ def get_attention_decode_task_workspace(
         max_num_batch: recorded in the header; any batch fits, since the size depends on the GPU and the heads alone.
         max_seqlen: accepted for compatibility; any length fits.
         num_head_kv: KV heads of one rank.
-        min_process_len: accepted for compatibility; `assign_attention_decode_task` takes the floor.
+        min_process_len: tokens; accepted for compatibility, `assign_attention_decode_task` takes the floor.
         device: default: the current CUDA device, or the CPU without one.
 
     Returns:
@@ -64,7 +64,8 @@ def assign_attention_decode_task(
     Args:
         num_seq_kvcache: int32 [B] on the map's device; a CPU tensor runs the Python planner and copies its result.
             Lengths are those of the attention call; larger ones than its page table holds cost balance, not safety.
-        task_map: a workspace of `get_attention_decode_task_workspace` for num_head_kv heads (or fewer).
+        task_map: int8 or int32 [words], a workspace of `get_attention_decode_task_workspace` for num_head_kv heads (or
+            fewer).
         num_head_kv: KV heads of the attention calls.
         mtp: query tokens a request, 1 to 16. Note: the attention functions' mtp is one less.
         new_kv_included: as in the attention calls.
@@ -72,7 +73,7 @@ def assign_attention_decode_task(
         window: as in the attention calls.
 
     Returns:
-        task_map itself.
+        int8 or int32 [words]: task_map itself.
 
     Raises:
         InvalidArgument, InvalidDtype, UnsupportedDevice: before any launch, naming argument, expected and got.
@@ -138,8 +139,10 @@ def get_attention_decode_scratch_size(
     rows = (mtp + 1) * num_head_q / num_head_kv.
 
     Args:
-        num_batch, num_head_q, num_head_kv, head_dim, v_head_dim, mtp, page_size: sizes of the call, as its tensors
+        num_batch, num_head_q, num_head_kv, head_dim, v_head_dim: sizes of the call, as its tensors
             q [num_batch * (mtp + 1), num_head_q, head_dim] have them; v_head_dim defaults to head_dim.
+        mtp: draft tokens beyond the first.
+        page_size: tokens of a page.
         quant_type: None for BF16 caches.
         dynamic: whether a task map is passed.
         batch_invariant: as in the call.

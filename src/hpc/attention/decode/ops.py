@@ -126,7 +126,15 @@ def traced(
     return (out, lse) if return_lse else out
 
 
-def traced_assign(lens, task_map, num_head_kv, mtp, included, min_process_len, window):  # type: ignore[no-untyped-def]
+def traced_assign(
+    lens: torch.Tensor,
+    task_map: torch.Tensor,
+    num_head_kv: int,
+    mtp: int,
+    included: bool,
+    min_process_len: int,
+    window: int | None,
+) -> torch.Tensor:
     """`assign_attention_decode_task` as a node of the traced graph."""
     op = torch.ops.hpc.assign_attention_decode_task.default
     op(lens, num_head_kv, mtp, included, min_process_len, task_map, window)
