@@ -88,14 +88,14 @@ CONTRACT: dict[str, dict[str, object]] = {
         "upper_max": None,
         "q_scale_inv": None,
         **ROPE_TAIL,
-    },  # fmt: skip
+    },
     "quantize_query_fp8": {
         "q": REQUIRED,
         "q_index": None,
         "max_seqlens": 0,
         "upper_max": None,
         "out_q": None,
-    },  # fmt: skip
+    },
     "attention_prefill_bf16": {
         **dict.fromkeys(("q", "k", "v", "seqlens_q", "cu_seqlens_q", "max_seqlens_q"), REQUIRED),
         "output": None,

@@ -46,7 +46,7 @@ def test_two_tiles_of_queries_where_the_heads_do_not_divide() -> None:
 @pytest.mark.parametrize("by_request", [False, True])
 def test_queries_alone(by_request: bool) -> None:
     """The quantise-only kernel; rows of no request, a request without tokens, a scale without a place."""
-    from hpc.rope import kernels
+    from hpc.rope import kernels_query
 
     q = torch.randn(11, 5, 24).mul_(3).bfloat16()
     q[3, 1] = 0
@@ -56,7 +56,7 @@ def test_queries_alone(by_request: bool) -> None:
     out = poisoned(q.shape, torch.float8_e4m3fn)
     scale = poisoned((3, 5, 128) if by_request else (11, 5), torch.float32)
     given, grid, numbers, constants, _ = entry.query_arguments(q, out, scale, index, columns, 448.0)
-    kernels._quantize_query_kernel[(grid,)](
+    kernels_query._quantize_query_kernel[(grid,)](
         *map(launch.as_bytes, given), *numbers, *constants, False, True, True
     )
     want, want_scale = hpc.quantize_query_fp8(q, index, 5 if by_request else 0)

@@ -188,7 +188,9 @@ def query_kernel_of(
     index: int, sm90: bool, is_aligned: bool, constants: tuple[Any, ...], warps: int
 ) -> Kernel:
     """The kernel of `quantize_query_fp8`; `constants` are its strides and compile-time arguments."""
-    from hpc.rope import kernels
+    from hpc.rope import kernels_query
 
-    fn = kernels._quantize_query_kernel if is_aligned else kernels._quantize_query_unaligned_kernel
+    fn = (
+        kernels_query._quantize_query_kernel if is_aligned else kernels_query._quantize_query_unaligned_kernel
+    )
     return Kernel(fn, "quantize_query_fp8", num_warps=warps, launch_pdl=sm90, enable_fp_fusion=False)
