@@ -1,0 +1,151 @@
+"""The full grid on a GPU, through the public functions, against float64; graphs, streams, and what lengths may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from prefill_support import DEVICE, check, compare, make
+
+from hpc.attention.prefill import case_lists, cases, plan
+from hpc.attention.prefill.case_lists import BATCHES, PrefillCase, prompts
+from hpc.testing import guarded, measure
+
+pytestmark = pytest.mark.gpu
+
+GRID = {case.name: case.params for case in case_lists.gpu_cases()}
+SM90 = case_lists.sm90_shapes()
+BOTH = pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+PLANS = pytest.mark.parametrize("backend", ["portable", "sm90"])
+
+
+def chosen(params: PrefillCase, backend: str) -> plan.Plan:
+    if backend == "sm90" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs SM90")
+    key = cases.key_of(params, backend == "sm90")
+    return plan.sm90(key) if backend == "sm90" else plan.portable(key)
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_equals_float64(name: str) -> None:
+    """Output and lse, into a NaN-poisoned output between guards, over a cache whose dead rows are NaN."""
+    inputs = cases.make_tensors(GRID[name], DEVICE, seed=1)
+    output = guarded((*inputs.q.shape[:2], GRID[name].value_dim), torch.bfloat16, DEVICE)
+    output.tensor.fill_(float("nan"))
+    result, lse = cases.attend(inputs, output=output.tensor, return_lse=True)
+    assert result is output.tensor
+    output.check_guards(name)
+    compare(inputs, result, lse)
+
+
+@PLANS
+@pytest.mark.parametrize("name", SM90)
+def test_shapes_of_the_sm90_kernels(name: str, backend: str) -> None:
+    for batch, lens in BATCHES.items():
+        params = replace(SM90[name], lens=lens, extra_rows=5 if batch == "mixed" else 0)
+        inputs = cases.make_tensors(params, DEVICE, seed=1)
+        first = check(inputs, chosen(params, backend)).clone()
+        for _ in range(10):
+            assert torch.equal(check(inputs, chosen(params, backend)), first), (
+                f"{batch}: bits change from run to run"
+            )
+
+
+@PLANS
+@BOTH
+def test_values_of_one_stay_one_at_any_length(dtype: str, backend: str) -> None:
+    """Sums in an accumulator of few bits would drift with the number of keys."""
+    errors = {}
+    for keys in (1024, 16384, 131072):
+        inputs = make(((128, keys),), (8, 1), dtype=dtype)
+        inputs.v.copy_(torch.ones(inputs.v.shape, device=DEVICE).to(inputs.v.dtype))
+        value = cases.V_SCALE if dtype == "fp8" else 1.0
+        errors[keys] = measure(
+            cases.attend(inputs, plan=chosen(inputs.params, backend)) / value,
+            torch.ones(inputs.q.shape, dtype=torch.float64, device=DEVICE),
+        ).rms
+    assert errors[131072] < 0.01 and errors[131072] < 2 * max(errors[1024], 2e-3), errors
+
+
+@PLANS
+@BOTH
+def test_rows_beside_nan_are_untouched(dtype: str, backend: str) -> None:
+    """A request whose keys are NaN is NaN; its neighbours in the batch keep their bits."""
+    inputs = make(prompts(40, 70, 30), (8, 1), dtype=dtype)
+    chosen_plan = chosen(inputs.params, backend)
+    clean = cases.attend(inputs, plan=chosen_plan)
+    pages = inputs.block_ids[1, :1].long()
+    bits = inputs.k.view(torch.uint8 if dtype == "fp8" else torch.int16)
+    bits[pages] = 0x7F if dtype == "fp8" else 0x7FC0
+    dirty = cases.attend(inputs, plan=chosen_plan)
+    assert torch.equal(dirty[:40], clean[:40]) and torch.equal(dirty[110:], clean[110:])
+    assert dirty[40:110].isnan().any()
+
+
+def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = call()
+    return graph, result
+
+
+@PLANS
+@BOTH
+def test_replay_reads_lengths_again(dtype: str, backend: str) -> None:
+    """Captured with one batch, replayed with others of no more rows: rows behind the last request are zeros."""
+    inputs = make(prompts(300, 200, 12), (8, 1), dtype=dtype)
+    chosen_plan = chosen(inputs.params, backend)
+    graph, out = capture(lambda: cases.attend(inputs, plan=chosen_plan))
+    for lens in (
+        ((300, 300), (200, 200), (12, 12)),
+        ((1, 256), (200, 200), (0, 3)),
+        ((4, 4), (4, 100), (256, 256)),
+    ):
+        ends = [0, *(sum(n for n, _ in lens[: i + 1]) for i in range(3))]
+        if dtype == "fp8":
+            inputs.qscale.fill_(2.0)
+        inputs.cu_seqlens.copy_(torch.tensor(ends))
+        inputs.seq_lens.copy_(
+            torch.tensor([min(keys, inputs.params.lens[b][1]) for b, (_, keys) in enumerate(lens)])
+        )
+        out.fill_(float("nan"))
+        graph.replay()
+        now = replace(inputs, params=replace(inputs.params, lens=lens))
+        compare(now, out, None, chosen_plan)
+
+
+@PLANS
+def test_two_streams_at_once(backend: str) -> None:
+    """Each call owns its tile table."""
+    calls = [make(BATCHES[name], (8, 1), seed=seed) for seed, name in enumerate(("mixed", "chunks"))]
+    expected = [cases.attend(x, plan=chosen(x.params, backend)) for x in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    got: list[list[torch.Tensor]] = [[], []]
+    for _ in range(50):
+        for x, stream, results in zip(calls, streams, got, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(cases.attend(x, plan=chosen(x.params, backend)))
+    torch.cuda.synchronize()
+    for results, wanted in zip(got, expected, strict=True):
+        assert all(torch.equal(result, wanted) for result in results)
+
+
+def test_views_are_read_and_written_in_place() -> None:
+    """Queries as a slice of a fused qkv, output as a slice of a larger buffer."""
+    inputs = make(((40, 90), (7, 7)), (8, 2))
+    fused = torch.full((47, 12, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    fused[:, :8] = inputs.q
+    buffer = torch.full((47, 10, 160), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    sliced = replace(inputs, q=fused[:, :8])
+    out = cases.attend(sliced, output=buffer[:, 1:9, :128])
+    compare(inputs, out, None)
+    buffer[:, 1:9, :128] = 7.0
+    assert (buffer == 7.0).all()

@@ -1,0 +1,46 @@
+"""Plans and the host's tile table as properties."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hpc.attention.prefill import case_lists, cases, plan
+
+
+@pytest.mark.parametrize("group", range(1, 65))
+def test_every_group_packs_into_whole_tiles(group: int) -> None:
+    for most in (16, 64):
+        pack = plan.pack_of(group, most)
+        assert group % pack == 0 and pack & (pack - 1) == 0 and 1 <= pack <= most
+        assert pack == most or group // pack % 2 == 1, "the largest power of two that divides the group"
+
+
+def test_every_case_has_a_legal_plan() -> None:
+    for case in case_lists.gpu_cases() + case_lists.target_cases() + case_lists.bench_cases():
+        for sm90 in (True, False):
+            key = cases.key_of(case.params, sm90)
+            assert plan.is_legal(plan.choose(key), key) is None
+            assert plan.is_legal(plan.portable(key), key) is None
+
+
+def test_sm90_shapes_are_legal_there() -> None:
+    for params in case_lists.sm90_shapes().values():
+        key = cases.key_of(params, True)
+        assert plan.is_legal(plan.sm90(key), key) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_table_holds_every_token_once_heaviest_first(seed: int) -> None:
+    draw = random.Random(seed)
+    q_lens = [draw.choice((0, 1, 5, 64, 200)) for _ in range(draw.randint(1, 12))]
+    kv_lens = [draw.choice((n, n + draw.randint(0, 400), n // 2)) for n in q_lens]
+    tokens = sum(q_lens) + draw.choice((0, 13))
+    tile, block = draw.choice((1, 8, 16, 128)), draw.choice((64, 128))
+    table = plan.tile_table(q_lens, kv_lens, tokens, tile, block)
+    assert sorted(row for first, n, *_ in table for row in range(first, first + n)) == list(range(tokens))
+    assert len(table) <= plan.bound(tokens, len(q_lens), tile)
+    weights = [-(-min(max(start + first + n, 0), keys) // block) for _, n, _, first, start, keys in table]
+    assert weights == sorted(weights, reverse=True)
+    assert all(0 < n <= tile for _, n, *_ in table)
