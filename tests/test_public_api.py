@@ -116,6 +116,10 @@ CONTRACT: dict[str, dict[str, object]] = {
     "fuse_moe_pertensor_fp8": MOE_TENSOR,
     "fuse_moe_blockwise": {**MOE_BLOCK, "output": None},
     "fuse_moe_blockwise_fp8": MOE_BLOCK,
+    "count_and_gather": dict.fromkeys(
+        ("x", "topk_ids", "num_expert", "rank_ep", "intermediate_size", "num_seq_per_group_avg"), REQUIRED
+    ),
+    "reduce": {"x": REQUIRED, "topk_pos": REQUIRED, "topk_scale": REQUIRED, "shared_output": None},
 }
 
 # Ours, keyword-only.

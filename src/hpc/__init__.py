@@ -32,7 +32,16 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time the table below 
         router_topk,
         split_router_weight,
     )
-    from hpc.moe import fuse_moe, fuse_moe_blockwise, fuse_moe_blockwise_fp8, fuse_moe_pertensor_fp8
+    from hpc.moe import (
+        count_and_gather,
+        fuse_moe,
+        fuse_moe_blockwise,
+        fuse_moe_blockwise_fp8,
+        fuse_moe_pertensor_fp8,
+        get_fuse_moe_scratch_size,
+        pad_moe_weights,
+        reduce,
+    )
     from hpc.rope import quantize_query_fp8, rope_norm_store_kv, rope_norm_store_kv_fp8
 
     __built_json__: str
@@ -47,10 +56,14 @@ _PUBLIC: dict[str, str] = {
     "attention_prefill_bf16": "hpc.attention",
     "attention_with_kvcache_prefill_bf16": "hpc.attention",
     "attention_with_kvcache_prefill_fp8": "hpc.attention",
+    "count_and_gather": "hpc.moe",
     "fuse_moe": "hpc.moe",
     "fuse_moe_blockwise": "hpc.moe",
     "fuse_moe_blockwise_fp8": "hpc.moe",
     "fuse_moe_pertensor_fp8": "hpc.moe",
+    "get_fuse_moe_scratch_size": "hpc.moe",
+    "pad_moe_weights": "hpc.moe",
+    "reduce": "hpc.moe",
     "gemm_bf16xfp32": "hpc.gemm",
     "get_attention_decode_scratch_size": "hpc.attention",
     "get_attention_decode_task_workspace": "hpc.attention",
@@ -78,10 +91,14 @@ __all__ = [
     "attention_prefill_bf16",
     "attention_with_kvcache_prefill_bf16",
     "attention_with_kvcache_prefill_fp8",
+    "count_and_gather",
     "fuse_moe",
     "fuse_moe_blockwise",
     "fuse_moe_blockwise_fp8",
     "fuse_moe_pertensor_fp8",
+    "get_fuse_moe_scratch_size",
+    "pad_moe_weights",
+    "reduce",
     "gemm_bf16xfp32",
     "get_attention_decode_scratch_size",
     "get_attention_decode_task_workspace",

@@ -171,7 +171,10 @@ class MoeOperator:
     """See `hpc.common.operator.Operator`."""
 
     name = "moe.fused"
-    functions = ("fuse_moe", "fuse_moe_pertensor_fp8", "fuse_moe_blockwise", "fuse_moe_blockwise_fp8")
+    functions = (
+        "fuse_moe", "fuse_moe_pertensor_fp8", "fuse_moe_blockwise", "fuse_moe_blockwise_fp8", "count_and_gather",
+        "reduce", "pad_moe_weights", "get_fuse_moe_scratch_size",
+    )  # fmt: skip
 
     def cases(self, tag: str) -> list[Case]:
         """Cases that carry `tag`: "interpret", "gpu", "target", "bench" (targets and more) or "demo"."""

@@ -313,6 +313,6 @@ class Call:
                 y = scratch.view(torch.bfloat16)[layout.y // 2 :]
                 other = y if args.shared_output is None else args.shared_output
                 pointers = (y, *self._words(scratch, "row"), args.topk_scale, other, out)
-            kernel(grid, stream, (*pointers, key.hidden, stride_out, factor, *fixed))
+            kernel(grid, stream, (*pointers, key.pairs, key.hidden, stride_out, factor, *fixed))
 
         return run

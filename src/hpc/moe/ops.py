@@ -99,3 +99,51 @@ def traced(
         return op.default(*given, routed_scaling_factor=factor)  # type: ignore[no-any-return]
     op.out(*given, routed_scaling_factor=factor, output=args.output)
     return args.output
+
+
+def _count_and_gather(x, topk_ids, num_expert, rank_ep, intermediate_size, num_seq_per_group_avg):  # type: ignore[no-untyped-def]
+    from hpc.moe import parts
+
+    return parts.count_and_gather(x, topk_ids, num_expert, rank_ep, intermediate_size, num_seq_per_group_avg)
+
+
+def _fake_count_and_gather(x, topk_ids, num_expert, rank_ep, intermediate_size, num_seq_per_group_avg):  # type: ignore[no-untyped-def]
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    pairs = topk_ids.shape[0] * topk_ids.shape[1]
+    return (
+        empty(pairs, x.shape[1], dtype=x.dtype), empty(pairs, intermediate_size, dtype=torch.bfloat16),
+        empty(*topk_ids.shape), empty(num_expert), empty(num_expert + 1), empty(num_expert), empty(num_expert + 1),
+        empty(2 * num_expert, 128, dtype=torch.int8), empty(2 * num_expert, 128, dtype=torch.int8),
+    )  # fmt: skip
+
+
+def _reduce(x, topk_pos, topk_scale, shared_output=None):  # type: ignore[no-untyped-def]
+    from hpc.moe import parts
+
+    return parts.reduce(x, topk_pos, topk_scale, shared_output)
+
+
+def _fake_reduce(x, topk_pos, topk_scale, shared_output=None):  # type: ignore[no-untyped-def]
+    return torch.empty((topk_pos.shape[0], x.shape[1]), dtype=torch.bfloat16, device=x.device)
+
+
+def _register_parts() -> None:
+    tensors = ", ".join(["Tensor"] * 9)
+    _LIBRARY.define(
+        "count_and_gather(Tensor x, Tensor topk_ids, int num_expert, int rank_ep, int intermediate_size, "
+        f"int num_seq_per_group_avg) -> ({tensors})"
+    )
+    _LIBRARY.define(
+        "reduce(Tensor x, Tensor topk_pos, Tensor topk_scale, Tensor? shared_output=None) -> Tensor"
+    )
+    for name, run, fake in (
+        ("count_and_gather", _count_and_gather, _fake_count_and_gather),
+        ("reduce", _reduce, _fake_reduce),
+    ):
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"hpc::{name}", fake, lib=_LIBRARY)
+
+
+_register_parts()

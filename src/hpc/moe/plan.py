@@ -19,6 +19,13 @@ ALIGN = 256
 SM_SHARED = 227 * 1024  # bytes of an SM that its programs share
 
 
+def tile_rows(average: int) -> int:
+    """Rows of a tile of a grouped product by its average number of rows a group: part of its interface, since it
+    decides how scales of tokens are laid out and what `count_and_gather` counts."""
+    limits = ((8, 8), (16, 16), (32, 32), (48, 48), (64, 64), (96, 48), (128, 32), (144, 48))
+    return next((tile for most, tile in limits if average <= most), 64)
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two >= n."""
     return 1 << max(0, n - 1).bit_length()

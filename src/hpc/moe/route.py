@@ -125,16 +125,50 @@ def _moe_place_kernel(
         tl.store(counter_ptr + first + c, tl.zeros([CHUNK], tl.int32), mask=first + c < num_counters)
 
 
-@triton.jit(do_not_specialize=["factor"], do_not_specialize_on_alignment=["weight_ptr"])
+@triton.jit
+def _moe_bounds_kernel(
+    total_ptr, first_row_ptr, tiles_ptr, first_tile_ptr, num_experts, EP: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (1): from rows an expert, their running sum [E + 1], tiles of TILE rows, and the running sum of those."""
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    e = tl.arange(0, EP)
+    live = e < num_experts
+    total = tl.load(total_ptr + e, mask=live, other=0)
+    tiles = (total + TILE - 1) // TILE
+    tl.store(tiles_ptr + e, tiles, mask=live)
+    tl.store(first_row_ptr + e + 1, tl.cumsum(total, 0), mask=live)
+    tl.store(first_tile_ptr + e + 1, tl.cumsum(tiles, 0), mask=live)
+    tl.store(first_row_ptr + e, tl.zeros([EP], tl.int32), mask=e == 0)
+    tl.store(first_tile_ptr + e, tl.zeros([EP], tl.int32), mask=e == 0)
+
+
+@triton.jit
+def _moe_gather_kernel(
+    x_ptr, row_ptr, out_ptr, words, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid (pairs, ceil(words / BLOCK)): out[row of the pair] = x[token of the pair], as 4- or 1-byte words."""
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    pair = tl.program_id(0)
+    row = tl.load(row_ptr + pair).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (at < words) & (row >= 0)
+    value = tl.load(x_ptr + (pair // TOP_K).to(tl.int64) * words + at, mask=mask, other=0)
+    tl.store(out_ptr + row * words + at, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["factor", "num_rows"], do_not_specialize_on_alignment=["weight_ptr"])
 def _moe_reduce_kernel(
-    y_ptr, row_ptr, weight_ptr, shared_ptr, out_ptr, H, stride_out, factor,
+    y_ptr, row_ptr, weight_ptr, shared_ptr, out_ptr, num_rows, H, stride_out, factor,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, BY_ROW: tl.constexpr, SHARED: tl.constexpr, UNROLL: tl.constexpr,
     PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, ceil(H / BLOCK)): out[t] = factor * sum_k weight[t, k] * y[pair or row] + shared[t].
 
     Summed in fp32 in the order of k, rounded once. Pairs without a row (row_ptr < 0) contribute nothing, whatever
-    their weight. BY_ROW: y is indexed by the pair's row, else by the pair itself.
+    their weight. BY_ROW: y is indexed by the pair's row, which must be below num_rows, else by the pair itself.
     """
     pdl_wait(PDL)
     pdl_launch(PDL)
@@ -148,6 +182,8 @@ def _moe_reduce_kernel(
             pair = t * TOP_K + k
             row = tl.load(row_ptr + pair, mask=k < TOP_K, other=-1)
             ours = row >= 0
+            if BY_ROW:
+                ours = ours & (row < num_rows)
             weight = tl.load(weight_ptr + pair, mask=ours, other=0.0)
             at = tl.where(ours, row.to(tl.int64), 0) if BY_ROW else pair
             value = tl.load(y_ptr + at * H + h, mask=live & ours, other=0.0).to(tl.float32)
