@@ -30,6 +30,13 @@ CASES: dict[str, dict[str, Any]] = {
         "q_heads": 32, "kv_heads": 8, "neox": False, "rotary_dim": 64, "norm_policy": 0,
     },
     "fp8 32/8 d256": {"q_heads": 32, "kv_heads": 8, "head_dim": 256},
+    "bf16 64/8 prefill, two tiles": {
+        "q_heads": 64, "kv_heads": 8, "dtype": "bf16", "lens": (4096,), "new": (4096,), "is_prefill": True,
+    },
+    "fp8 64/8 prefill, two tiles": {
+        "q_heads": 64, "kv_heads": 8, "lens": (4096,), "new": (4096,), "is_prefill": True,
+    },
+    "fp8 8/1 decode, sm80": {"target": "sm80"},
     "bf16 32/8 d80 HND": {"q_heads": 32, "kv_heads": 8, "head_dim": 80, "layout": "HND", "dtype": "bf16"},
 }  # fmt: skip
 INSTRUCTIONS = {
@@ -47,7 +54,8 @@ INSTRUCTIONS = {
 
 def main(names: list[str]) -> None:
     # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(WORKERS, context, max_tasks_per_child=1) as pool:
         for job in as_completed([pool.submit(compile_case, name) for name in names]):
             for report in job.result():
                 print(json.dumps(report), flush=True)
@@ -76,9 +84,10 @@ def launch_prologue(fields: dict[str, Any]) -> None:
     from hpc.rope import warm
     from hpc.rope.case_lists import RopeCase
 
-    plan = fields.pop("plan", None)
-    fields = {"dtype": "fp8", "norm_policy": 2, **fields}
-    warm.compile_shape(RopeCase((65, 70), (1, 1), **fields), "sm90", plan)
+    plan, target = fields.get("plan"), fields.get("target", "sm90")
+    usual = {"lens": (65, 70), "new": (1, 1), "dtype": "fp8", "norm_policy": 2}
+    params = {**usual, **{name: value for name, value in fields.items() if name not in ("plan", "target")}}
+    warm.compile_shape(RopeCase(**params), target, plan)
 
 
 def launch_query() -> None:

@@ -15,7 +15,8 @@ from hpc.common import env
 
 INSTALLED = "3.6.0"  # ships with torch 2.11
 NEWEST = "3.8.0"
-MAX_REGISTERS = 80  # six programs of four warps a multiprocessor at least
+# Registers a thread: 28 warps a multiprocessor at least, 20 where a program holds two tiles of queries.
+MAX_REGISTERS, MAX_OF_TWO_TILES = 72, 96
 
 pytestmark = pytest.mark.compile
 
@@ -40,18 +41,18 @@ def complaints(report: dict[str, Any]) -> list[str]:
     """What is wrong with one compiled kernel."""
     name, counts = report["name"], report["instructions"]
     found = []
-    if report["spill"] or report["regs"] > MAX_REGISTERS:
+    if report["spill"] or report["regs"] > (MAX_OF_TWO_TILES if "two tiles" in name else MAX_REGISTERS):
         found.append(f"{report['regs']} registers, {report['spill']} bytes of spills")
     if counts["fused"]:
         found.append(f"{counts['fused']} fused multiply-adds: bits would differ from the reference")
-    if not counts["griddepcontrol.wait"]:
-        found.append("no griddepcontrol.wait")
-    early = counts["griddepcontrol.launch_dependents"]
-    if name != "quantise queries" and (early > 0) != ("prefill" not in name):
+    early, hopper = counts["griddepcontrol.launch_dependents"], "sm80" not in name
+    if bool(counts["griddepcontrol.wait"]) != hopper:
+        found.append(f"{counts['griddepcontrol.wait']} griddepcontrol.wait")
+    if name != "quantise queries" and (early > 0) != (hopper and "prefill" not in name):
         found.append(f"{early} griddepcontrol.launch_dependents")
     if not counts["16-byte loads"] or counts["single loads"] or counts["byte stores"]:
         found.append("narrow accesses")
-    if ("bf16" not in name) != (counts["e4m3"] > 0):
+    if (hopper and "bf16" not in name) != (counts["e4m3"] > 0):
         found.append(f"{counts['e4m3']} conversions to e4m3")
     return [f"{name}, {report['kernel']}: {complaint}" for complaint in found]
 
@@ -62,5 +63,5 @@ def test_kernels_compile_as_designed(
 ) -> None:
     reports = compile_all(version, root, clean_environ, tmp_path)
     kernels = [report["kernel"] for report in reports]
-    assert kernels.count("_rope_prologue_kernel") == 8 and kernels.count("_quantize_query_kernel") == 1
+    assert kernels.count("_rope_prologue_kernel") == 11 and kernels.count("_quantize_query_kernel") == 1
     assert [line for report in reports for line in complaints(report)] == []

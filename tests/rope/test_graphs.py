@@ -48,7 +48,8 @@ def test_graphs_padded_with_requests_on_one_page() -> None:
     """What engines do: the batch is filled up with requests of length 1 whose pages are all page 0."""
     batch, live = 16, 11
     inputs = roomy(batch, 1, "fp8")
-    dummy = inputs.cache.kcache.shape[0] - 1  # a page that no request owns
+    owned = set(inputs.cache.block_ids.flatten().tolist())
+    dummy = next(page for page in range(inputs.cache.kcache.shape[0]) if page not in owned)
     inputs.seq_lens[:live] = torch.arange(70, 70 + live, dtype=torch.int32, device="cuda")
     inputs.seq_lens[live:] = 1
     inputs.cache.block_ids[live:, 0] = dummy
