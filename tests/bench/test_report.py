@@ -20,7 +20,7 @@ ROW = Row("toy.op", "one", "hpc", 20.0, 19.9, 20.1, 15.0, "read", 1.7e-3, 3e-3, 
 
 class Toy:
     def cases(self, tag: str) -> list[Case]:
-        names = {"target": ["two", "one"], "bench": ["two", "one", "three"]}[tag]
+        names = {"target": ["two", "one"], "bench": ["two", "one", "three", "four"]}[tag]
         return [Case(name, frozenset({tag})) for name in names]
 
     def floor(self, case: Case) -> Floor:
@@ -29,7 +29,7 @@ class Toy:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(registry, "names", lambda: ["toy.op"])
+    monkeypatch.setattr(registry, "names", lambda: ["toy.op", "toy.untimed"])
     monkeypatch.setattr(registry, "get", lambda name: Toy())
     rows = [
         replace(ROW, case=case, provider=provider, time_us=time, note=note)
@@ -67,11 +67,15 @@ def test_order_is_gpu_registry_target_bench_rest(results: Path) -> None:
 
 def test_page_holds_summary_marks_reasons_and_origin(results: Path) -> None:
     text = markdown(collect(results), "report", "benchmarks/results")
-    assert "| [toy.op](#h200-toy-op) | 4 | 1 | 1 | 2 | 1.00x (0.50 to 1.50) | 75 % | 1.7e-03 |" in text
+    assert (
+        "| [toy.op](#h200-toy-op) | 4 | 1 | 1 | 2 | 1.00x (0.50 to 1.50) | 75 % | 1.7e-03 |" in text
+    )  # summary
     assert '<a id="h200-toy-op"></a>' in text
+    assert "No results yet: toy.untimed." in text
     assert "▼ Lost, 1 of 4: two (fa3, 0.50x)." in text
     assert "| two | 15.0 | 20.0 | 10.0 | ▼ 0.50x | 75 % | 1.7e-03 | 1.7e-03 |" in text
     assert "- fa3 (three): cannot run it." in text
+    assert "Not measured, 1 of 4 cases: four." in text
     assert "commit abcdef0123, 2026-01-02" in text and "with uncommitted changes" in text
     assert "| 99.0 |" not in text, "the newest row counts"
     assert text == markdown(collect(results), "report", "benchmarks/results")

@@ -52,22 +52,24 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _bars(lines: Sequence[Line], title: str) -> Any:
-    """Left: time of the rivals over ours, the best one as a bar. Right: fraction of the floor, ours and the rival's."""
-    figure = _figure(10.5, 1.5 + 0.235 * len(lines))
+    """Left, where there are rivals: their time over ours, the best one as a bar. Right: fraction of the floor."""
+    rivals = any(line.speedup is not None for line in lines)
+    figure = _figure(10.5 if rivals else 7.5, 1.5 + 0.235 * len(lines))
     figure.suptitle(title, fontsize=12, fontweight="bold")
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    places = range(len(lines))
-    _ratios(left, lines)
-    _fractions(right, lines)
-    left.set_yticks(places, [line.case for line in lines], fontsize=8.5)
+    if rivals:
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        _ratios(left, lines)
+        figure.legend(loc="outside upper right", fontsize=8.5, frameon=False, ncols=6)
+    else:
+        left = right = figure.subplots()
+    _fractions(right, lines, rivals)
+    left.set_yticks(range(len(lines)), [line.case for line in lines], fontsize=8.5)
     left.set_ylim(len(lines) - 0.4, -0.6)
     for axes in (left, right):
         axes.grid(axis="x", color="#e4e7ea", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-    if left.get_legend_handles_labels()[1]:
-        figure.legend(loc="outside upper right", fontsize=8.5, frameon=False, ncols=6)
     return figure
 
 
@@ -116,7 +118,7 @@ def _over_own(line: Line, rival: str) -> float | None:
     return time / own if time and own else None
 
 
-def _fractions(axes: Any, lines: Sequence[Line]) -> None:
+def _fractions(axes: Any, lines: Sequence[Line], rivals: bool) -> None:
     for place, line in enumerate(lines):
         if line.fraction_of_floor is not None:
             axes.barh(place, line.fraction_of_floor, height=0.62, color=LOST if line.lost else OWN, zorder=2)
@@ -127,7 +129,7 @@ def _fractions(axes: Any, lines: Sequence[Line]) -> None:
     axes.axvline(1.0, color="#222222", linewidth=1.1, zorder=4)
     axes.set_xlim(0, 1.08)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0", "25 %", "50 %", "75 %", "100 %"])
-    axes.set_xlabel("of the floor    (mark: best rival)")
+    axes.set_xlabel("of the floor" + ("    (mark: best rival)" if rivals else ""))
 
 
 def _roofline(section: Section) -> Any:
@@ -178,7 +180,7 @@ def _points(axes: Any, section: Section, kind: str, marker: str) -> list[float]:
     axes.scatter(
         [x for x, _, _ in spots], [own for _, own, _ in spots], s=24, marker=marker, zorder=4, edgecolor="white",
         linewidth=0.4, color=[LOST if best is not None and best > own else OWN for _, own, best in spots],
-        label=f"hpc, {kind} (red: the rival is faster)" if spots else None,
+        label=(f"hpc, {kind}" + (" (red: the rival is faster)" if beaten else "")) if spots else None,
     )  # fmt: skip
     return [x for x, _, _ in spots]
 
@@ -188,8 +190,13 @@ def _roofs(axes: Any, rates: Rates, kinds: Sequence[str], low: float, high: floa
     tops = {kind: float(getattr(rates, kind)) / 1e12 for kind in kinds}
     slope = rates.read / 1e12
     ridge = max(tops.values()) / slope
+    end = min(ridge, high)
     axes.plot(
-        [low, min(ridge, high)], [low * slope, min(ridge, high) * slope], color="#222222", linewidth=1.3
+        [low, end],
+        [low * slope, end * slope],
+        color="#222222",
+        linewidth=1.3,
+        label=f"reading {slope:.2f} TB/s",
     )
     for kind, top in tops.items():
         axes.plot([top / slope, high], [top, top], color="#222222", linewidth=1.3)
@@ -197,7 +204,4 @@ def _roofs(axes: Any, rates: Rates, kinds: Sequence[str], low: float, high: floa
             f"{kind} product {top:.0f} TFLOP/s", (high, top), xytext=(-2, -11), textcoords="offset points", ha="right",
             fontsize=8,
         )  # fmt: skip
-    axes.annotate(
-        f"reading {slope:.2f} TB/s", (low, low * slope), xytext=(30, 8), textcoords="offset points", fontsize=8,
-    )  # fmt: skip
     axes.set_xlim(low, high)

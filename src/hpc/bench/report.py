@@ -145,21 +145,29 @@ def markdown(sections: Sequence[Section], images: str | None, source: str = "") 
 
 HEAD = f"""# Measured
 
-Every row is a median of CUDA-graph replays with cold inputs, in µs, of a result that was first checked against float64.
-All providers of a case run interleaved on the same inputs; names that begin with `hpc` are this library's paths, the
-others are rivals. The floor is the time that reading the bytes or computing the product takes at the measured rates of
-the card, an average that a lucky case exceeds by a little. "best rival / hpc" is above 1 where this library is faster;
-{LOST} marks a case that a rival wins. The last columns are relative RMS errors against float64, of `hpc` and of that
-rival.
+Every row is a median of CUDA-graph replays with cold inputs, in µs, of a result that was checked against float64, but
+for what the notes under a table say. All providers of a case run interleaved on the same inputs; names that begin with
+`hpc` are this library's paths, the others are rivals. The floor is the time that reading the bytes or computing the
+product takes at the measured rates of the card, an average that a lucky case exceeds by a little. "best rival / hpc" is
+above 1 where this library is faster; {LOST} marks a case that a rival wins. The last columns are relative RMS errors
+against float64, of `hpc` and of that rival.
 
 On a machine with a GPU, `hpc bench --save` measures again, and `hpc bench report benchmarks/results -o report.md` makes
 this page from the files. `hpc bench compare OLD NEW` tells what changed.
 """
 
 
-def _summary(sections: Iterable[Section]) -> str:
-    heads = ["operator", "cases", "faster than every rival", f"{LOST} a rival is faster", "without a rival"]
-    heads += ["best rival / hpc, median (range)", "of floor, median", "largest rms error"]
+def _summary(sections: Sequence[Section]) -> str:
+    heads = [
+        "operator",
+        "cases",
+        "won",
+        f"{LOST} lost",
+        "no rival",
+        "best rival / hpc",
+        "of floor",
+        "rms error",
+    ]
     rows = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     for section in sections:
         lines = section.lines
@@ -175,7 +183,13 @@ def _summary(sections: Iterable[Section]) -> str:
             f"{max(errors):.1e}" if errors else "-",
         ]  # fmt: skip
         rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows) + "\n"
+    legend = (
+        "Medians over the cases, the range of the ratio, and the largest error. Won: faster than every rival."
+    )
+    missing = [name for name in registry.names() if name not in {section.op for section in sections}]
+    if missing:
+        legend += f" No results yet: {', '.join(missing)}."
+    return "\n".join([*rows, "", legend]) + "\n"
 
 
 def anchor(section: Section) -> str:
@@ -187,7 +201,8 @@ def origin(run: Env) -> str:
     """One line that says where a run's numbers come from."""
     commit = f", commit {run.commit[:10]}" if run.commit else ", commit not recorded"
     changed = " with uncommitted changes" if run.dirty else ""
-    versions = f"driver {run.driver}, torch {run.torch}, triton {run.triton}, hpc {run.hpc}{commit}{changed}"
+    driver = f"driver {run.driver}, " if run.driver else ""
+    versions = f"{driver}torch {run.torch}, triton {run.triton}, hpc {run.hpc}{commit}{changed}"
     return f"{run.gpu}, {versions}, {(run.date or '')[:10]}"
 
 
@@ -207,7 +222,11 @@ def _operator(section: Section, images: str | None) -> list[str]:
     if lost:
         names = "; ".join(f"{line.case} ({line.rival}, {ratio_text(line.speedup)})" for line in lost)
         text.append(f"{LOST} Lost, {len(lost)} of {len(section.lines)}: {names}.\n")
+    measured = {line.case for line in section.lines if line.own is not None}
+    absent = [name for name in section.floors if name not in measured]
+    if absent:
+        text.append(f"Not measured, {len(absent)} of {len(section.floors)} cases: {', '.join(absent)}.\n")
     for part in section.parts:
         text += [f"#### {part.title}\n", to_markdown(part.rows, rival_error=True)]
     every = [row for part in section.parts for row in part.rows]
-    return [*text, *(f"- {note}.\n" for note in notes(every))]
+    return [*text, "\n".join(f"- {note}." for note in notes(every)) + "\n"]
