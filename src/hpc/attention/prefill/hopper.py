@@ -26,6 +26,7 @@ from hpc.attention.prefill.hopper_common import (
     mask,
     num_work,
     producer,
+    seen_keys,
     softcap,
     store_tile,
     tile_of,
@@ -72,7 +73,8 @@ def _scores(s, scale, cap, C: gl.constexpr):
 
 
 @gluon.jit
-def _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, key, last, window, scale, unit, cap,
+def _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, key, last, since, base,
+          scale, unit, cap,
           MASKED: gl.constexpr, MMA: gl.constexpr, MMO: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Scores of the next block beside O += P V of the present one."""
     A: gl.constexpr = gl.DotOperandLayout(0, MMO, 2)
@@ -86,7 +88,7 @@ def _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc,
     s = warpgroup_mma_wait(1, deps=(s,))
     s = _scores(s, scale, cap, C)
     if MASKED:
-        s = mask(s, key, last, window, C)
+        s = mask(s, key, last - base, since - base, C)
     p32, m, l, shrink = _softmax(s, m, l, unit, MASKED, C)
     mbarrier.wait(v_full.index(vs), (vc // C.STAGES) & 1)  # complete already: see the module docstring
     o, p32 = warpgroup_mma_wait(0, deps=(o, p32))
@@ -122,10 +124,7 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf,
             row0, tokens, _, first, start, keys = tile_of(table_ptr, w, C)
             head = (w % C.NH) * C.PACK
             hi, blocks, top, bottom = blocks_of(tokens, first, start, keys, window, C)
-            last = gl.full([64], 0, gl.int32, ROWS) + (keys - 1)
-            if C.CAUSAL:
-                last = gl.arange(0, 64, ROWS) // C.PACK + (start + first + WG * C.QT)
-                last = gl.minimum(last, keys - 1)
+            last, since = seen_keys(start, first, keys, window, WG, ROWS, C)
             col = gl.arange(0, C.BN, COLS)
 
             mbarrier.wait(q_full, it & 1)
@@ -136,13 +135,9 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf,
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_empty.index(ks), count=1)
             kc += 1
-            s = mask(
-                _scores(s, scale, cap, C),
-                first_keys(keys, hi - 1, COLS, C),
-                last - (hi - 1) * C.BN,
-                window,
-                C,
-            )
+            base = (hi - 1) * C.BN
+            key = first_keys(keys, hi - 1, COLS, C)
+            s = mask(_scores(s, scale, cap, C), key, last - base, since - base, C)
             m = gl.full([64], float("-inf"), gl.float32, ROWS)
             l = _lane_sum(gl.full([64, C.BN], 0.0, gl.float32, MMA), C)
             p32, m, l, _ = _softmax(s, m, l, unit, True, C)
@@ -150,18 +145,18 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf,
             o = gl.full([64, C.D], 0.0, gl.float32, MMO)
             for i in range(1, top):
                 p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
-                                   last - (hi - 1 - i) * C.BN, window, scale, unit, cap, True, MMA, MMO, C)  # fmt: skip
+                                   last, since, (hi - 1 - i) * C.BN, scale, unit, cap, True, MMA, MMO, C)  # fmt: skip
                 kc += 1
                 vc += 1
             for i in range(top, blocks - bottom):
                 p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
-                                   last, window, scale, unit, cap, False, MMA, MMO, C)  # fmt: skip
+                                   last, since, 0, scale, unit, cap, False, MMA, MMO, C)  # fmt: skip
                 kc += 1
                 vc += 1
             if C.WINDOW:
                 for i in range(blocks - bottom, blocks):
                     p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
-                                       last - (hi - 1 - i) * C.BN, window, scale, unit, cap, True, MMA, MMO,
+                                       last, since, (hi - 1 - i) * C.BN, scale, unit, cap, True, MMA, MMO,
                                        C)  # fmt: skip
                     kc += 1
                     vc += 1

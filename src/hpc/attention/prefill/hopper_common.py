@@ -138,14 +138,24 @@ def first_keys(keys, block, L: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def mask(s, key, last, window, C: gl.constexpr):
-    """-inf where a row must not see a key; `key` [BN] and `last` [rows] relative to the block."""
+def mask(s, key, last, first, C: gl.constexpr):
+    """-inf where a row must not see a key; `key` [BN], the rows' last and first key [rows] relative to the block."""
     key = gl.expand_dims(key, 0)
-    last = gl.expand_dims(last, 1)
-    seen = key <= last
+    seen = key <= gl.expand_dims(last, 1)
     if C.WINDOW:
-        seen = seen & (key > last - window)
+        seen = seen & (key >= gl.expand_dims(first, 1))
     return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def seen_keys(start, first, keys, window, WG: gl.constexpr, L: gl.constexpr, C: gl.constexpr):
+    """(last, first) key that each of a consumer's 64 rows sees; the first one counts under a window only."""
+    position = gl.arange(0, 64, L) // C.PACK + (start + first + WG * C.QT)
+    if C.CAUSAL:
+        last = gl.minimum(position, keys - 1)
+    else:
+        last = gl.full([64], 0, gl.int32, L) + (keys - 1)
+    return last, position - (window - 1)
 
 
 @gluon.jit

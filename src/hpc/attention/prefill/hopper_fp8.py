@@ -25,6 +25,7 @@ from hpc.attention.prefill.hopper_common import (
     mask,
     num_work,
     producer,
+    seen_keys,
     softcap,
     store_tile,
     tile_of,
@@ -160,7 +161,8 @@ def _scores(s, scale, cap, C: gl.constexpr):
 
 
 @gluon.jit
-def _step(q, kview, tview, k_full, k_empty, t_full, t_empty, p, o, m, l, kc, vc, key, last, window, scale, unit, cap,
+def _step(q, kview, tview, k_full, k_empty, t_full, t_empty, p, o, m, l, kc, vc, key, last, since, base,
+          scale, unit, cap,
           MASKED: gl.constexpr, MMA: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Scores of the next block beside O += P V of the present one."""
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
@@ -175,7 +177,7 @@ def _step(q, kview, tview, k_full, k_empty, t_full, t_empty, p, o, m, l, kc, vc,
     s = warpgroup_mma_wait(1, deps=(s,))
     s = _scores(s, scale, cap, C)
     if MASKED:
-        s = mask(s, key, last, window, C)
+        s = mask(s, key, last - base, since - base, C)
     p, m, l, shrink = _softmax(s, m, l, unit, MASKED)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     mbarrier.arrive(k_empty.index(ks), count=1)
@@ -186,7 +188,7 @@ def _step(q, kview, tview, k_full, k_empty, t_full, t_empty, p, o, m, l, kc, vc,
 @gluon.jit
 def _row_scale(qs_ptr, ks, softmax_scale, b, first, tokens, head, stride_qs_req, stride_qs_head, qs_len,
                WG: gl.constexpr, L: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Scale of each row's scores as [64, 4] of layout L; a tiny one for rows of no token."""
+    """Scale of each row's scores as [64, 4] of layout L, 0 from token qs_len on."""
     row = gl.arange(0, 64, gl.SliceLayout(1, L))
     token = row // C.PACK + WG * C.QT
     at = b.to(gl.int64) * stride_qs_req + (head + row % C.PACK) * stride_qs_head + first + token
@@ -220,15 +222,12 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, tview, oview, obuf,
             row0, tokens, b, first, start, keys = tile_of(table_ptr, w, C)
             head = (w % C.NH) * C.PACK
             hi, blocks, top, bottom = blocks_of(tokens, first, start, keys, window, C)
-            last = gl.full([64], 0, gl.int32, ROWS) + (keys - 1)
-            if C.CAUSAL:
-                last = gl.arange(0, 64, ROWS) // C.PACK + (start + first + WG * C.QT)
-                last = gl.minimum(last, keys - 1)
+            last, since = seen_keys(start, first, keys, window, WG, ROWS, C)
             col = gl.arange(0, 128, COLS)
             l = gl.sum(gl.sum(gl.full([64, 128], 0.0, gl.float32, MMA).reshape([64, 16, 4, 2]), 1), 2)
             LANES: gl.constexpr = l.type.layout
             scale = _row_scale(qs_ptr, key_scale, softmax_scale, b, first, tokens, head, stride_qs_req, stride_qs_head,
-                               qs_len, WG, LANES, C)  # fmt: skip
+                               gl.where(keys > 0, qs_len, 0), WG, LANES, C)  # fmt: skip
             if C.CAP:
                 unit = gl.full([64, 4], 1.0, gl.float32, LANES)
             else:
@@ -242,16 +241,16 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, tview, oview, obuf,
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_empty.index(ks), count=1)
             kc += 1
-            s = mask(
-                _scores(s, scale, cap, C), first_keys(keys, hi - 1, COLS, C), last - (hi - 1) * 128, window, C
-            )
+            base = (hi - 1) * 128
+            key = first_keys(keys, hi - 1, COLS, C)
+            s = mask(_scores(s, scale, cap, C), key, last - base, since - base, C)
             m = gl.full([64, 4], float("-inf"), gl.float32, LANES)
             p, m, l, _ = _softmax(s, m, l, unit, True)
             o = gl.full([64, 128], 0.0, gl.float32, MMA)
             m_held = m
             for i in range(1, top):
                 p, o, m, l = _step(q, kview, tview, k_full, k_empty, t_full, t_empty, p, o, m, l, kc, vc, col,
-                                   last - (hi - 1 - i) * 128, window, scale, unit, cap, True, MMA, C)  # fmt: skip
+                                   last, since, (hi - 1 - i) * 128, scale, unit, cap, True, MMA, C)  # fmt: skip
                 kc += 1
                 vc += 1
             rest = blocks - bottom - top
@@ -259,7 +258,7 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, tview, oview, obuf,
             while rest > 0:
                 for i in range(gl.minimum(rest, C.FLUSH)):
                     p, o, m, l = _step(q, kview, tview, k_full, k_empty, t_full, t_empty, p, o, m, l, kc, vc, col,
-                                       last, window, scale, unit, cap, False, MMA, C)  # fmt: skip
+                                       last, since, 0, scale, unit, cap, False, MMA, C)  # fmt: skip
                     kc += 1
                     vc += 1
                 rest -= C.FLUSH
@@ -273,7 +272,7 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, tview, oview, obuf,
             if C.WINDOW:
                 for i in range(blocks - bottom, blocks):
                     p, o, m, l = _step(q, kview, tview, k_full, k_empty, t_full, t_empty, p, o, m, l, kc, vc, col,
-                                       last - (hi - 1 - i) * 128, window, scale, unit, cap, True, MMA, C)  # fmt: skip
+                                       last, since, (hi - 1 - i) * 128, scale, unit, cap, True, MMA, C)  # fmt: skip
                     kc += 1
                     vc += 1
             mbarrier.arrive(q_empty, count=1)

@@ -17,7 +17,20 @@ from hpc.common.offline import compiling_for
 from hpc.common.operator import Progress
 
 # (query heads, KV heads) of one rank: groups 4, 5, 7, 8 and 16 at tensor-parallel sizes 1 to 8
-HEADS = ((64, 8), (32, 8), (32, 4), (16, 2), (8, 1), (4, 1), (40, 8), (5, 1), (28, 4), (7, 1), (64, 4), (16, 1))
+HEADS = (
+    (64, 8),
+    (32, 8),
+    (32, 4),
+    (16, 2),
+    (8, 1),
+    (4, 1),
+    (40, 8),
+    (5, 1),
+    (28, 4),
+    (7, 1),
+    (64, 4),
+    (16, 1),
+)
 DTYPES = ("fp8", "bf16")
 
 

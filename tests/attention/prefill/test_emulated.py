@@ -1,0 +1,179 @@
+"""The SM90 kernels' source on a CPU (see `gluon_emulator`), against the float64 reference.
+
+Shows what a GPU would otherwise have to: that no role waits for ever, that every copy, mask and row goes to its place
+for ragged batches, pages, packed heads and windows, and that V^T and P agree on the order of keys.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gluon_emulator import Deadlock, Desc, Ptr, V, emulate
+from prefill_support import compare, entries, make, table
+
+from hpc.attention.prefill import cases, plan
+from hpc.attention.prefill.case_lists import PrefillCase, prompts
+
+pytestmark = pytest.mark.interpret
+
+CTAS = 3
+
+
+def run(
+    inputs: cases.PrefillInputs, ctas: int = CTAS, instead: Any = None, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, lse) of the kernel that the SM90 plan would launch."""
+    from hpc.attention.prefill import hopper, hopper_fp8
+
+    p = inputs.params
+    key = cases.key_of(p, True)
+    chosen = plan.sm90(key)
+    assert plan.is_legal(chosen, key) is None
+    config = hopper.Config(
+        D=p.head_dim, P=p.page_size, PACK=chosen.pack, HQ=p.q_heads, HKV=p.kv_heads, STAGES=chosen.stages,
+        FP8=key.fp8, CAUSAL=p.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=p.sinks, LSE=True, PDL=True, **more,
+    )  # fmt: skip
+    out = torch.full((*inputs.q.shape[:2], p.head_dim), math.nan).bfloat16()
+    lse = torch.full(inputs.q.shape[:2], math.nan)
+    words = table(inputs, chosen.tile_tokens, chosen.block_n)
+    q_box, kv_box = [config.QT, config.PACK, config.DB], [1, config.PB, 1, config.DB]
+    descs = (
+        Desc(inputs.q, q_box), Desc(inputs.k, kv_box), Desc(inputs.v, kv_box),
+        Desc(out, [config.QT, config.PACK, p.head_dim // config.OH]),
+    )  # fmt: skip
+    sinks = torch.zeros(1) if inputs.sinks is None else inputs.sinks
+    pointers = [Ptr(x) for x in (out, lse, words, inputs.block_ids, sinks)]
+    numbers: list[Any] = [
+        inputs.block_ids.stride(0),
+        ctas,
+        inputs.k.shape[0],
+        p.window or 0,
+        p.head_dim**-0.5,
+    ]
+    numbers += [p.logit_cap or 1.0, *out.stride()[:2]]
+    kernel = hopper._prefill_sm90_bf16_kernel
+    if key.fp8:
+        kernel = hopper_fp8._prefill_sm90_fp8_kernel
+        pointers += [Ptr(x) for x in (inputs.qscale, inputs.kscale, inputs.vscale)]
+        numbers += [*inputs.qscale.stride()[:2], inputs.qscale.shape[2]]
+    assert entries(words)
+    emulate(kernel, ctas, *descs, *pointers, *numbers, config, instead=instead)
+    return out, lse
+
+
+def check(inputs: cases.PrefillInputs, **more: Any) -> None:
+    compare(inputs, *run(inputs, **more), plan.sm90(cases.key_of(inputs.params, True)))
+
+
+MIXED = ((20, 77), (1, 300), (7, 7), (0, 5), (40, 170), (3, 0))
+SHAPES: dict[str, dict[str, Any]] = {
+    "8/1": {"heads": (8, 1)},
+    "12/2 HND, page 16": {"heads": (12, 2), "layout": "HND", "page_size": 16},
+    "5/1 joint, page 128": {"heads": (5, 1), "layout": "joint", "page_size": 128},
+    "64/1 page 256": {"heads": (64, 1), "page_size": 256},
+    "4/4 page 32, extra rows": {"heads": (4, 4), "page_size": 32, "extra_rows": 70},
+    "window": {"heads": (2, 1), "window": 50},
+    "full": {"heads": (2, 1), "causal": False},
+    "full window": {"heads": (4, 1), "causal": False, "window": 60},
+    "cap, sinks": {"heads": (4, 2), "logit_cap": 1.5, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_reference(dtype: str, shape: str) -> None:
+    check(make(MIXED, device="cpu", dtype=dtype, **SHAPES[shape]))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_head_dim_64(window: int | None) -> None:
+    check(make(MIXED, (4, 2), device="cpu", head_dim=64, window=window))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_whole_tiles_leave_by_tma(dtype: str) -> None:
+    """128 rows of one head, and 16 tokens of eight: tiles without a row to spare, beside some that have."""
+    check(make(prompts(256, 130), (1, 1), device="cpu", dtype=dtype))
+    check(make(prompts(32, 9), (8, 1), device="cpu", dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("ctas", [1, 5])
+def test_any_number_of_ctas(dtype: str, ctas: int) -> None:
+    check(make(((70, 200), (3, 140)), (2, 1), device="cpu", dtype=dtype), ctas=ctas)
+
+
+@pytest.mark.parametrize("keys", [500, 1024, 1300])
+def test_sums_that_move_to_fp32_now_and_then(keys: int) -> None:
+    """Every second block instead of every 32nd: O is put aside and taken back with the maxima in between."""
+    inputs = make(((20, keys),), (4, 1), device="cpu", dtype="fp8")
+    check(inputs, FLUSH=2)
+
+
+def test_the_maximum_follows_scores_that_grow_block_by_block() -> None:
+    """From the last block to the first each score is far above those before: everything held must shrink to nothing."""
+    for dtype in ("bf16", "fp8"):
+        inputs = make(((20, 900),), (4, 1), device="cpu", dtype=dtype)
+        pages = inputs.block_ids[0, :15].long()
+        factor = torch.linspace(8.0, 0.5, 15)[:, None, None, None]
+        grown = inputs.q[0, 0].float().sign() * factor
+        inputs.k[pages] = grown.expand(15, 64, 1, 128).to(inputs.k.dtype)
+        more = {"FLUSH": 2} if dtype == "fp8" else {}
+        check(inputs, **more)
+
+
+def test_a_zero_query_scale_weighs_all_keys_alike() -> None:
+    inputs = make(((9, 200),), (4, 1), device="cpu", dtype="fp8")
+    inputs.qscale[:, :, :9] = 0.0
+    check(inputs)
+
+
+def test_nan_keys_of_a_request_stay_with_it() -> None:
+    for dtype in ("bf16", "fp8"):
+        inputs = make(prompts(20, 30, 25), (4, 1), device="cpu", dtype=dtype)
+        clean, _ = run(inputs)
+        bits = inputs.k.view(torch.uint8 if dtype == "fp8" else torch.int16)
+        bits[inputs.block_ids[1, :1].long()] = 0x7F if dtype == "fp8" else 0x7FC0
+        dirty, _ = run(inputs)
+        assert torch.equal(dirty[:20], clean[:20]) and torch.equal(dirty[50:], clean[50:])
+
+
+def test_no_request_but_rows() -> None:
+    inputs = cases.make_tensors(PrefillCase(((0, 3),), 8, 1, extra_rows=9), "cpu", 1)
+    out, lse = run(replace(inputs))
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+# --- would it show? ---------------------------------------------------------------------------------------------
+
+
+def test_a_role_that_never_comes_is_a_deadlock() -> None:
+    with pytest.raises(Deadlock, match="roles of CTA 0 wait"):
+        run(make(((9, 20),), (4, 1), device="cpu"), instead={"producer": lambda *args: None})
+
+
+@pytest.mark.parametrize(
+    "instead",
+    [
+        {"first_keys": lambda keys, block, L, C: V(torch.arange(128, dtype=torch.int32))},  # rows not shifted
+        {"blocks_of": lambda tokens, first, start, keys, window, C: (1, 1, 1, 0)},  # one block only
+        {"work_of": lambda it, cta, ctas: it * ctas},  # every CTA the same tiles
+        {"_unpair": lambda x: x},  # V not transposed
+        {"_rescale": lambda o, shrink: o},  # old sums keep their scale
+    ],
+    ids=lambda x: next(iter(x)),
+)
+def test_a_wrong_formulation_is_seen(instead: dict[str, Any]) -> None:
+    inputs = make(((40, 300), (5, 99)), (4, 1), device="cpu", dtype="fp8")
+    inputs.k.copy_(
+        (inputs.k.float() * torch.linspace(0.2, 3.0, inputs.k.shape[0])[:, None, None, None]).to(
+            inputs.k.dtype
+        )
+    )
+    check(inputs)
+    with pytest.raises(AssertionError):
+        check(inputs, instead=instead)
