@@ -311,3 +311,46 @@ def test_quantize_query_on_a_cpu() -> None:
     assert out is given and scale.shape == (1, 2, 128)
     assert not out[0].float().any() and not out[4].float().any() and not scale[:, :, 3:].any()
     assert scale[0, 0, 0] == amax[1, 0] / 448
+
+
+# --- signatures seen before ------------------------------------------------------------------------------------------
+
+
+def test_a_signature_is_told_from_every_other() -> None:
+    """What a launch depends on is part of what a call is remembered by: no two of these share an entry."""
+    from hpc.rope.validate import Arguments
+
+    names = {"num_seqlen_per_req": "seq_lens", "kvcache_indices": "block_ids"}
+
+    def signature(**changes: Any) -> tuple[Any, ...]:
+        given = {names.get(name, name): value for name, value in arguments("fp8", **changes).items()}
+        tensors, quick = entry._quick(Arguments("rope_norm_store_kv_fp8", **given), changes.get("plan"))
+        return quick, tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+
+    def moved(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.zeros((*shape[:-1], shape[-1] + 1), dtype=dtype)[..., 1:]
+
+    wide, scale = (HQ + 2 * HKV) * D, torch.ones(1)
+    variants: list[dict[str, Any]] = [
+        {}, {"is_prefill": True}, {"max_seqlens": 2}, {"upper_max": 240.0}, {"qk_norm_policy": 1}, {"eps": 1e-5},
+        {"is_neox_style": False}, {"quant_policy": 2}, {"quant_policy": 2, "q_scale_inv": scale}, {"k_scale": 1.0},
+        {"k_scale": None}, {"v_scale": 1.0}, {"v_scale": None}, {"q_norm_weight": None}, {"k_norm_weight": None},
+        {"out_q": torch.zeros((ROWS, HQ, D), dtype=FP8)}, {"out_k": torch.zeros((ROWS, HKV, D), dtype=FP8)},
+        {"out_v": torch.zeros((ROWS, HKV, D), dtype=FP8)}, {"cos_sin": torch.zeros((100, D), dtype=BF16)},
+        {"cos_sin": torch.zeros((100, D // 2))}, {"cos_sin": torch.zeros((200, D))},
+        {"qkv": torch.zeros((ROWS + 1, wide), dtype=BF16)}, {"qkv": moved(BF16, ROWS, wide)},
+        {"key_cache": torch.zeros((PAGES, HKV, P, D), dtype=FP8).permute(0, 2, 1, 3)},
+        {"kvcache_indices": torch.zeros((B, 3), dtype=I32)}, {"kvcache_indices": torch.zeros((B, 4), dtype=I32)[:, :2]},
+    ]  # fmt: skip
+    seen = [signature(**changes) for changes in variants]
+    assert len(set(seen)) == len(variants)
+    assert signature() == seen[0]
+
+
+def test_the_check_in_python_decides_the_same() -> None:
+    tensors = [torch.zeros(3, 4), torch.zeros(5, dtype=I32)]
+    same = entry._python_check(tensors)
+    assert same(torch.ones(3, 4), torch.ones(5, dtype=I32))
+    assert not same(torch.ones(4, 3).T, torch.ones(5, dtype=I32)) and not same(
+        torch.ones(3, 4), torch.ones(5)
+    )

@@ -9,61 +9,92 @@ import torch
 from hpc.common import arch
 from hpc.common.errors import fail
 from hpc.common.launch import raw_stream
+from hpc.common.metadata import metadata_check
 from hpc.rope import launch, plan, reference, validate
 from hpc.rope.validate import FP8, Arguments
 
-# A signature that passed its checks, with its launch. Bounded, since lengths of prompts vary.
-_CALLS: dict[tuple[Any, ...], launch.Call] = {}
-_MAX_CALLS = 4096
+# Calls that passed their checks, by what is quick to read; each with a check of all its tensors, the first few of those
+# that share a key. Bounded, since lengths of prompts vary.
+_QUICK: dict[tuple[Any, ...], list[tuple[Any, launch.Call]]] = {}
+_MAX_KEYS, _MAX_SHARED = 4096, 4
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
-
-def _facts(tensor: torch.Tensor | None) -> Any:
-    """What the checks and the plan read of a tensor; the device as an index, which is quicker than a torch.device."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
-
-
-def _scale_facts(scale: Any) -> Any:
-    return _facts(scale) if isinstance(scale, torch.Tensor) else type(scale)
-
-
-def _signature(x: Arguments, chosen: plan.Plan | None) -> tuple[Any, ...]:
-    index, lens = x.q_index, x.seq_lens
-    return (
-        _facts(x.qkv), _facts(x.key_cache), _facts(x.value_cache), _facts(x.cos_sin), _facts(x.block_ids),
-        lens.shape, lens.dtype, lens.stride(), lens.get_device(), index.shape, index.dtype, index.stride(),
-        index.get_device(), _facts(x.q_norm_weight), _facts(x.k_norm_weight), _facts(x.out_q), _facts(x.out_k),
-        _facts(x.out_v), _scale_facts(x.k_scale), _scale_facts(x.v_scale), _facts(x.q_scale_inv), x.quant_policy,
-        bool(x.is_prefill), x.max_seqlens, x.upper_max, x.qk_norm_policy, x.eps, bool(x.is_neox_style), chosen,
-        launch.aligned((x.qkv, x.cos_sin, x.q_norm_weight, x.k_norm_weight, x.key_cache, x.value_cache, x.out_q,
-                        x.out_k, x.out_v)),
-    )  # fmt: skip
 
 
 def prologue(x: Arguments, chosen: plan.Plan | None = None) -> Result:
     """Run one call: (out_q, q_scale, split_k_flag); the last two are None for BF16, q_scale also for policy 2."""
     known: launch.Call | None = None
-    signature: tuple[Any, ...] = ()
-    if isinstance(x.qkv, torch.Tensor) and x.qkv.is_cuda:
-        try:
-            signature = _signature(x, chosen)
-            known = _CALLS.get(signature)
-        except (AttributeError, TypeError):
-            known = None  # something is not what it should be: the checks say what
+    quick: tuple[Any, ...] = ()
+    tensors: list[Any] = []
+    try:
+        if x.qkv.is_cuda:
+            tensors, quick = _quick(x, chosen)
+            for same, call in _QUICK.get(quick, ()):
+                if same(*tensors):
+                    known = call
+                    break
+    except (AttributeError, TypeError):
+        known = None  # something is not what it should be: the checks say what
     if known is None:
         q_heads = validate.call(x)
         if not x.qkv.is_cuda:
             return by_reference(x, q_heads)
         known = _prepare(x, q_heads, chosen)
-        if len(_CALLS) >= _MAX_CALLS:
-            _CALLS.clear()
-        _CALLS[signature] = known
+        _remember(quick, tensors, known)
     out_q, q_scale, flag = allocate(x, known.facts.q_heads)
     upper = validate.FP8_MAX if x.upper_max is None else float(x.upper_max)
     numbers = (float(x.eps), upper, _number(x.k_scale), _number(x.v_scale))
     known.run(pointers(x, (out_q, q_scale, flag), known.facts), numbers)
     return out_q, q_scale, flag
+
+
+def _quick(x: Arguments, chosen: plan.Plan | None) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    """Every tensor of a call in a fixed order, and the rest of what decides its launch."""
+    tensors = [x.qkv, x.key_cache, x.value_cache, x.cos_sin]
+    present = 0
+    for bit, tensor in enumerate((x.q_norm_weight, x.k_norm_weight, x.out_q, x.out_k, x.out_v)):
+        if tensor is not None:
+            tensors.append(tensor)
+            present |= 1 << bit
+    address = 0
+    for tensor in tensors:
+        address |= tensor.data_ptr()
+    tensors += (x.seq_lens, x.q_index, x.block_ids)
+    for bit, scale in enumerate((x.k_scale, x.v_scale, x.q_scale_inv), 5):
+        if isinstance(scale, torch.Tensor):
+            tensors.append(scale)
+            present |= 1 << bit
+        elif scale is not None:
+            present |= 256 << bit if _is_number(scale) else 65536 << bit
+    return tensors, (
+        x.function, x.quant_policy, bool(x.is_prefill), x.max_seqlens, x.upper_max, x.qk_norm_policy, x.eps,
+        bool(x.is_neox_style), chosen, present, x.qkv.numel(), x.block_ids.numel(), address % 16 == 0,
+    )  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _remember(quick: tuple[Any, ...], tensors: list[torch.Tensor], call: launch.Call) -> None:
+    if not quick:
+        return
+    if len(_QUICK) >= _MAX_KEYS:
+        _QUICK.clear()
+    shared = _QUICK.setdefault(quick, [])
+    if len(shared) < _MAX_SHARED:
+        check = metadata_check(tensors) or _python_check(tensors)
+        shared.append((check, call))
+
+
+def _python_check(twins: list[torch.Tensor]) -> Any:
+    """`metadata_check` where torch has no such check."""
+
+    def facts(tensors: Any) -> list[Any]:
+        return [(t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]
+
+    expected = facts(twins)
+    return lambda *tensors: facts(tensors) == expected
 
 
 def pointers(x: Arguments, outputs: Result, facts: launch.Facts) -> tuple[torch.Tensor, ...]:
@@ -135,6 +166,7 @@ def allocate(x: Arguments, q_heads: int) -> Result:
     return out_q, q_scale, torch.empty((requests, x.key_cache.shape[2]), dtype=torch.int32, device=device)
 
 
+@torch.no_grad()
 def by_reference(x: Arguments, q_heads: int) -> Result:
     """The reference with the roundings of the kernels, so that results anywhere are those of a GPU. Any device."""
     rows = x.qkv.shape[0]
@@ -236,6 +268,7 @@ def query_arguments(
     return pointers, grid, numbers, constants, chosen.num_warps
 
 
+@torch.no_grad()
 def _quantize_on_cpu(
     q: torch.Tensor, q_index: torch.Tensor | None, columns: int, upper: float, out_q: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
