@@ -1,0 +1,79 @@
+"""Prefill attention compiled for sm_90a: the instructions it is built on are there, and no loop of it spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc.common import env
+
+INSTALLED = "3.6.0"  # ships with torch 2.11
+NEWEST = "3.8.0"
+SHARED_MEMORY = 227 * 1024  # bytes a CTA of SM90 may use
+BF16, FP8 = "_prefill_sm90_bf16_kernel", "_prefill_sm90_fp8_kernel"
+# Bytes of spill stores and loads together that are allowed, by kernel: measured, + 16. They are what a tile keeps for its
+# end (query scales, places of the output) and the page ids of a producer with pages of 16; the loops over whole blocks
+# have none in the cases without a window.
+SPILLS = {BF16: 0, FP8: 92 + 16, "_prefill_schedule_kernel": 0, "_prefill_attention_kernel": 16}
+SPILLS_BY_NAME = {
+    "bf16 5/1 d128 page 16": 32 + 16, "fp8 5/1 d128 page 16": 232 + 16, "bf16 64/8 d128 window cap sinks lse": 140 + 16,
+    "fp8 64/8 d128 window cap sinks lse": 188 + 16,
+}  # fmt: skip
+
+pytestmark = pytest.mark.compile
+
+
+def compile_all(version: str, root: Path, environ: dict[str, str], cache: Path) -> list[dict[str, Any]]:
+    """Reports of tests/compile/compile_prefill.py under one Triton."""
+    environ = {**environ, "TRITON_CACHE_DIR": str(cache)}
+    if version != env.triton_version():
+        folder = root / ".triton" / version
+        if not folder.is_dir():
+            pytest.skip(f"Triton {version} is neither installed nor in {folder}")
+        environ["PYTHONPATH"] = os.pathsep.join([str(folder), environ["PYTHONPATH"]])
+    command = [sys.executable, str(root / "tests/compile/compile_prefill.py")]
+    run = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    reports = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {report["triton"] for report in reports} == {version}
+    return reports
+
+
+def complaints(report: dict[str, Any]) -> list[str]:
+    """What is wrong with one compiled kernel."""
+    name, kernel, counts = report["name"], report["kernel"], report["instructions"]
+    found = [f"ptxas warns {code}" for code in report["warnings"]]  # C7510 and on: wgmma serialised
+    allowed = max(SPILLS[kernel], SPILLS_BY_NAME.get(name, 0)) if kernel in (BF16, FP8) else SPILLS[kernel]
+    if report["spill"] > allowed and report["triton"] == INSTALLED:
+        found.append(f"{report['spill']} bytes of spills, {allowed} allowed")
+    if report["shared"] > SHARED_MEMORY:
+        found.append(f"{report['shared']} bytes of shared memory")
+    needed: tuple[str, ...] = ("griddepcontrol.wait",)
+    if kernel == BF16:
+        needed = (*needed, "tma load", "tma store", "wgmma bf16", "setmaxnreg")
+    elif kernel == FP8:
+        needed = (*needed, "tma load", "tma store", "wgmma e4m3", "setmaxnreg", "ldmatrix.trans", "stmatrix")
+    elif kernel == "_prefill_attention_kernel":
+        needed = (*needed, "wgmma f16" if name.startswith("fp8") else "wgmma bf16")
+    found += [f"no {what}" for what in needed if not counts[what]]
+    return [f"{name}, {kernel}: {complaint}" for complaint in found]
+
+
+@pytest.mark.parametrize("version", [INSTALLED, NEWEST])
+def test_kernels_compile_as_designed(
+    version: str, root: Path, clean_environ: dict[str, str], tmp_path: Path
+) -> None:
+    reports = compile_all(version, root, clean_environ, tmp_path)
+    kernels = [report["kernel"] for report in reports]
+    assert (
+        kernels.count(BF16) == 5
+        and kernels.count(FP8) == 4
+        and kernels.count("_prefill_attention_kernel") == 5
+    )
+    assert [line for report in reports for line in complaints(report)] == []
