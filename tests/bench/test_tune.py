@@ -158,14 +158,11 @@ def test_an_analytic_plan_that_fails_is_said_and_not_replaced() -> None:
     assert finding.best is None and "out of registers" in finding.note
 
 
-def test_progress_runs_to_its_end() -> None:
-    seen: list[tuple[int, int]] = []
-    found(
-        lambda n, plan: 100.0 / plan.stages,
-        Plan(3),
-        progress=lambda what, done, total: seen.append((done, total)),
-    )
-    assert seen == [(0, 4), (1, 4), (2, 4), (3, 4)]
+def test_progress_names_every_plan_and_runs_to_its_end() -> None:
+    seen: list[tuple[str, int, int]] = []
+    found(lambda n, plan: 100.0 / plan.stages, Plan(3), progress=lambda *step: seen.append(step))
+    assert list(dict.fromkeys((done, total) for _, done, total in seen)) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert any(what == "n 8: check hpc/stages=3" for what, _, _ in seen)
 
 
 def test_operators_without_plans_to_search_are_none() -> None:

@@ -31,7 +31,7 @@ ANALYTIC = "hpc/analytic"
 MIN_GAIN = 0.02
 FINALISTS = 3
 
-# progress(what, done, total) over the cases of both rounds
+# progress(what, done, total): what is done now, over the cases of both rounds
 Report = Callable[[str, int, int], None]
 
 
@@ -171,37 +171,61 @@ def search(
         budget_ms: device time per plan and case of the first round; the second takes four times as much.
         min_gain: least mean gain, 0.02 for 2 %.
         seed: of the inputs.
-        progress: called before each case of a round.
+        progress: called before each step.
         clock: only for tests.
 
     Returns:
         One finding per point, in the order of the cases.
     """
     points = _points(op, tuning, cases, torch.device(device), seed)
-    total, done = 2 * sum(len(point.cases) for point in points), 0
-    findings = []
+    total = 2 * sum(len(point.cases) for point in points)
+    run = _Search(op, tuning, torch.device(device), seed, clock, progress, total)
+    return [run.point(point, budget_ms, min_gain) for point in points]
 
-    def measure(point: _Point, plans: Mapping[str, Any], budget: float) -> list[Row]:
-        nonlocal done
-        rows: list[Row] = []
-        for case in point.cases:
-            if progress is not None:
-                progress(f"{case.name}: {len(plans)} plans", done, total)
-            wrapped = cast(Operator, _WithPlans(op, tuning, plans))
-            rows += runner.run(wrapped, [case], None, device, budget_ms=budget, seed=seed, clock=clock)
-            done += 1
-        return rows
 
-    for point in points:
-        first = measure(point, {ANALYTIC: point.analytic, **point.plans}, budget_ms)
+@dataclass
+class _Search:
+    """What stays the same over the points, and how far the search is."""
+
+    op: Operator
+    tuning: Tuning
+    device: torch.device
+    seed: int
+    clock: Clock | None
+    progress: Report | None
+    total: int
+    done: int = 0
+
+    def point(self, point: _Point, budget_ms: float, min_gain: float) -> Finding:
+        """Both rounds of one point; the second is left out where nothing looks better."""
+        analytic = {ANALYTIC: point.analytic}
+        first = second = self.measure(point, {**analytic, **point.plans}, budget_ms)
         finalists = _ranked(first, point, min_gain)[:FINALISTS]
         if finalists:
-            plans = {ANALYTIC: point.analytic, **{name: point.plans[name] for name in finalists}}
-            second = measure(point, plans, 4.0 * budget_ms)
+            second = self.measure(
+                point, {**analytic, **{name: point.plans[name] for name in finalists}}, 4.0 * budget_ms
+            )
         else:
-            second, done = first, done + len(point.cases)
-        findings.append(_finding(point, first, second, finalists, min_gain))
-    return findings
+            self.done += len(point.cases)
+        return _finding(point, first, second, finalists, min_gain)
+
+    def measure(self, point: _Point, plans: Mapping[str, Any], budget_ms: float) -> list[Row]:
+        """Rows of every plan on every case of the point."""
+        wrapped = cast(Operator, _WithPlans(self.op, self.tuning, plans))
+        rows: list[Row] = []
+        for case in point.cases:
+            rows += runner.run(
+                wrapped, [case], None, self.device, None, self.tell, budget_ms=budget_ms, seed=self.seed,
+                clock=self.clock,
+            )  # fmt: skip
+            self.done += 1
+        return rows
+
+    def tell(self, event: runner.Event) -> None:
+        """Pass a step of the runner on."""
+        if self.progress is not None and event.stage != "row":
+            what = f"{event.case}: {event.stage} {event.provider}".rstrip()
+            self.progress(what, self.done, self.total)
 
 
 def _points(
