@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -55,6 +56,23 @@ def tensors(name: str) -> list[str]:
 
 def test_public_functions_are_found() -> None:
     assert len(FUNCTIONS) >= 10 and "attention_decode_bf16" in FUNCTIONS
+
+
+@pytest.mark.parametrize("module", ["hpc.bench", "hpc.testing", "hpc.common.errors", "hpc.common.plan_table"])
+def test_helpers_are_described_and_annotated(module: str) -> None:
+    """The public helpers around the operators: every function and class."""
+    found = importlib.import_module(module)
+    for name in getattr(found, "__all__", [n for n in vars(found) if not n.startswith("_")]):
+        value = getattr(found, name)
+        if not (inspect.isfunction(value) or inspect.isclass(value)) or not value.__module__.startswith(
+            "hpc"
+        ):
+            continue
+        assert (value.__doc__ or "").strip(), f"{module}.{name}: no docstring"
+        if inspect.isfunction(value):
+            signature = inspect.signature(value)
+            bare = [p.name for p in signature.parameters.values() if p.annotation is inspect.Parameter.empty]
+            assert not bare and signature.return_annotation is not inspect.Signature.empty, f"{name}: {bare}"
 
 
 @EVERY

@@ -45,7 +45,9 @@ def source_of(name: str) -> Source:
     op, _, every = name.partition("-")
     found = [known for known in registry.names() if op in (known, known.rsplit(".", 1)[-1])]
     if len(found) != 1 or every not in ("", "all"):
-        raise KeyError(f"no table {name!r}; operators: {', '.join(registry.names())}, or one of them with -all")
+        raise KeyError(
+            f"no table {name!r}; operators: {', '.join(registry.names())}, or one of them with -all"
+        )
     return Source(found[0], GPU, "bench" if every else "target")
 
 

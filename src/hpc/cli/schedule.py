@@ -144,6 +144,7 @@ def _machine(
 
 
 def write_png(path: Path, timelines: list[Any], title: str) -> None:
+    """Write an image of timelines; a usage error without matplotlib."""
     from hpc.attention.decode import picture
 
     try:
