@@ -29,14 +29,14 @@ def arguments(inputs: MoeInputs, output: torch.Tensor | None = None) -> Argument
     """The tensors of a case by role."""
     return Arguments(
         inputs.x, inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale, inputs.topk_ids, inputs.topk_scale,
-        inputs.x_scale, inputs.act_scale, inputs.shared_output, output,
+        inputs.x_scale, inputs.act_scale, inputs.shared_output, output, inputs.input_scale,
     )  # fmt: skip
 
 
 def key_of(inputs: MoeInputs) -> plan.Key:
     """The key of a case."""
     p = inputs.params
-    return validate.call("fuse_moe", arguments(inputs), p.rank, p.experts * p.ranks, p.bf16_mul)
+    return validate.call("fuse_moe", arguments(inputs), p.rank, p.experts * p.ranks, p.bf16_mul, *inputs.gate)
 
 
 def interpret(

@@ -42,7 +42,12 @@ def function(block: bool) -> Callable[..., torch.Tensor]:
 Change = Callable[[dict[str, Any]], Any]
 # (scales, argument, what it becomes, exception, words of the message)
 BAD: dict[str, tuple[bool, str, Change, type[Exception], str]] = {
-    "x in bf16": (False, "x", lambda a: a["x"].to(torch.bfloat16), InvalidDtype, "float8_e4m3fn"),
+    "x in fp16": (False, "x", lambda a: a["x"].half(), InvalidDtype, "float8_e4m3fn or bfloat16"),
+    "a scale for e4m3 x": (False, "input_scale", lambda a: torch.ones(1), InvalidArgument, "None for e4m3 x"),
+    "no token scales for e4m3 x": (True, "x_scale", lambda a: None, InvalidDtype, "a torch.Tensor"),
+    "another activation": (False, "activation", lambda a: "relu", InvalidArgument, "silu, gelu"),
+    "a limit of zero": (True, "swiglu_limit", lambda a: 0.0, InvalidArgument, "positive"),
+    "alpha as a tensor": (False, "swiglu_alpha", lambda a: torch.ones(1), InvalidArgument, "positive"),
     "x 1-D": (False, "x", lambda a: a["x"][0], InvalidArgument, "2 dimensions"),
     "x strided": (False, "x", lambda a: a["x"].t().contiguous().t(), InvalidArgument, "contiguous"),
     "weight in bf16": (False, "gate_up_weight", lambda a: a["gate_up_weight"].bfloat16(), InvalidDtype, "float8"),
@@ -93,6 +98,18 @@ def test_bad_argument(name: str) -> None:
     text = str(caught.value)
     assert text.startswith(f"hpc.{public.__name__}: argument '{argument}': expected "), text
     assert "; got " in text
+
+
+def test_bf16_activations_need_one_kind_of_scale() -> None:
+    tensor, block = good(False), good(True)
+    with pytest.raises(
+        InvalidDtype, match=r"'input_scale': expected .*the float32 scale that x is divided by"
+    ):
+        hpc.fuse_moe(**{**tensor, "x": tensor["x"].to(torch.bfloat16)})
+    with pytest.raises(InvalidArgument, match="'x_scale': expected None for BF16 x"):
+        hpc.fuse_moe_blockwise(**{**block, "x": block["x"].to(torch.bfloat16)})
+    with pytest.raises(InvalidArgument, match="'swiglu_alpha': expected None with this activation"):
+        hpc.fuse_moe(**tensor, activation="gelu", swiglu_alpha=1.7)
 
 
 @pytest.mark.parametrize(("inter", "hidden"), [(72, 128), (64, 96)])

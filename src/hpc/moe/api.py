@@ -24,7 +24,11 @@ def fuse_moe(
     shared_output: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
     *,
+    input_scale: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
+    activation: str = "silu",
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
     plan: Plan | None = None,
 ) -> torch.Tensor:
     """Gated MoE on FP8 with one scale an expert: gate and up product, SiLU, down product, weighted sum over top-k.
@@ -42,7 +46,7 @@ def fuse_moe(
     and can be captured in a CUDA graph and replayed with other ids. Off a GPU it computes the reference.
 
     Args:
-        x: float8_e4m3fn [T, H], contiguous; H a multiple of 64. T may be 0.
+        x: float8_e4m3fn [T, H], contiguous; H a multiple of 64. T may be 0. Or BF16, quantised inside by input_scale.
         gate_up_weight: float8_e4m3fn [E, 2 I, H], contiguous, gate rows first; I a multiple of 16, E experts of this
             rank.
         down_weight: float8_e4m3fn [E, H, I], contiguous.
@@ -55,7 +59,11 @@ def fuse_moe(
         use_bf16_mul: round SiLU and product to bf16, as a model in bf16 does.
         shared_output: BF16 [T, H], contiguous; added once.
         output: BF16 [T, H], inner dim packed; written in place and returned.
+        input_scale: float32, one value, for BF16 x only: x becomes e4m3(x / input_scale).
         routed_scaling_factor: factor of the weighted sum, before shared_output is added.
+        activation: "silu" or "gelu" (by the error function), of g.
+        swiglu_limit: cuts g at it from above and u on both sides, before the activation.
+        swiglu_alpha: the product becomes g * sigmoid(alpha * g) * (u + 1).
         plan: run this plan instead of the analytic choice.
 
     Returns:
@@ -68,10 +76,13 @@ def fuse_moe(
     sorted tokens as in MegaBlocks (Gale et al., 2022).
     """
     args = Arguments(x, gate_up_weight, down_weight, gate_up_scale, down_scale, topk_ids, topk_scale, None,
-                     act_and_mul_scale, shared_output, output)  # fmt: skip
-    if torch.compiler.is_compiling():
-        return ops.traced("fuse_moe", args, rank_ep, num_expert_total, use_bf16_mul, routed_scaling_factor)
-    return entry.fused("fuse_moe", args, rank_ep, num_expert_total, use_bf16_mul, routed_scaling_factor, plan)
+                     act_and_mul_scale, shared_output, output, input_scale)  # fmt: skip
+    run = ops.traced if torch.compiler.is_compiling() else entry.fused
+    more = {} if plan is None else {"chosen": plan}
+    return run(
+        "fuse_moe", args, rank_ep, num_expert_total, use_bf16_mul, routed_scaling_factor=routed_scaling_factor,
+        activation=activation, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha, **more,
+    )  # fmt: skip
 
 
 def fuse_moe_pertensor_fp8(
@@ -106,13 +117,13 @@ def fuse_moe_pertensor_fp8(
                      act_and_mul_scale, shared_output, None)  # fmt: skip
     name = "fuse_moe_pertensor_fp8"
     if torch.compiler.is_compiling():
-        return ops.traced(name, args, rank_ep, num_expert_total, use_bf16_mul, 1.0)
+        return ops.traced(name, args, rank_ep, num_expert_total, use_bf16_mul)
     return entry.fused(name, args, rank_ep, num_expert_total, use_bf16_mul)
 
 
 def fuse_moe_blockwise(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
     gate_up_weight: torch.Tensor,
     gate_up_weight_scale: torch.Tensor,
     down_weight: torch.Tensor,
@@ -125,6 +136,9 @@ def fuse_moe_blockwise(
     output: torch.Tensor | None = None,
     *,
     routed_scaling_factor: float = 1.0,
+    activation: str = "silu",
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
     plan: Plan | None = None,
 ) -> torch.Tensor:
     """`fuse_moe` with one scale for each 128x128 block of the weights and each 128 columns of a row of activations.
@@ -139,14 +153,16 @@ def fuse_moe_blockwise(
     are blocked as one matrix of 2 I rows.
 
     Args:
-        x: float8_e4m3fn [T, H]; x_scale: float32 [T, ceil(H / 128)], contiguous.
+        x: float8_e4m3fn [T, H]. Or BF16 [T, H] with x_scale None: each 128 columns of a row are quantised inside, by
+            s = max(max |x|, 1e-10) / 448.
+        x_scale: float32 [T, ceil(H / 128)], contiguous.
         gate_up_weight: float8_e4m3fn [E, 2 I, H].
         gate_up_weight_scale: float32 [E, ceil(2 I / 128), ceil(H / 128)], the last dim also padded to a multiple of 4;
             what padding holds is never read.
         down_weight: float8_e4m3fn [E, H, I]; down_weight_scale: float32 [E, ceil(H / 128), ceil(I / 128)], padded
             alike.
         topk_ids, topk_scale, rank_ep, num_expert_total: as in `fuse_moe`.
-        shared_output, output, routed_scaling_factor, plan: likewise.
+        shared_output, output, routed_scaling_factor, activation, swiglu_limit, swiglu_alpha, plan: likewise.
 
     Returns:
         BF16 [T, H]: `output`, or a fresh tensor.
@@ -158,11 +174,12 @@ def fuse_moe_blockwise(
     """
     args = Arguments(x, gate_up_weight, down_weight, gate_up_weight_scale, down_weight_scale, topk_ids, topk_scale,
                      x_scale, None, shared_output, output)  # fmt: skip
-    if torch.compiler.is_compiling():
-        return ops.traced("fuse_moe_blockwise", args, rank_ep, num_expert_total, True, routed_scaling_factor)
-    return entry.fused(
-        "fuse_moe_blockwise", args, rank_ep, num_expert_total, True, routed_scaling_factor, plan
-    )
+    run = ops.traced if torch.compiler.is_compiling() else entry.fused
+    more = {} if plan is None else {"chosen": plan}
+    return run(
+        "fuse_moe_blockwise", args, rank_ep, num_expert_total, True, routed_scaling_factor=routed_scaling_factor,
+        activation=activation, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha, **more,
+    )  # fmt: skip
 
 
 def fuse_moe_blockwise_fp8(
@@ -195,5 +212,5 @@ def fuse_moe_blockwise_fp8(
     args = Arguments(x, gate_up_weight, down_weight, gate_up_weight_scale, down_weight_scale, topk_ids, topk_scale,
                      x_scale, None, shared_output, None)  # fmt: skip
     if torch.compiler.is_compiling():
-        return ops.traced("fuse_moe_blockwise_fp8", args, rank_ep, num_expert_total, True, 1.0)
+        return ops.traced("fuse_moe_blockwise_fp8", args, rank_ep, num_expert_total, True)
     return entry.fused("fuse_moe_blockwise_fp8", args, rank_ep, num_expert_total)

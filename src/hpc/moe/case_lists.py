@@ -32,6 +32,10 @@ class MoeCase:
     rank: int = 0
     shared: bool = False
     factor: float = 1.0
+    bf16_input: bool = False
+    activation: str = "silu"
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
 
 
 # (experts of the rank, hidden, intermediate of the rank, block scales, ranks)
@@ -92,6 +96,10 @@ def interpret_cases() -> tuple[Case, ...]:
         *(_tiny(f"tensor {r}", routing=r, top_k=3) for r in ROUTINGS[1:]),
         *(_tiny(f"block {r}", routing=r, top_k=3, block=True, shared=True) for r in ("invalid", "none")),
         _tiny("tensor rank 1 of 2", ranks=2, rank=1, tokens=9),
+        *(_tiny(f"{n} bf16 x", block=b, bf16_input=True, hidden=192) for n, b in both),
+        _tiny("tensor gelu", activation="gelu"),
+        _tiny("tensor swiglu limit", swiglu_limit=0.7, bf16_mul=False),
+        _tiny("block swiglu limit and alpha", block=True, swiglu_limit=0.7, swiglu_alpha=1.702),
         _tiny("block 40 tokens to one expert", block=True, routing="one", tokens=40, top_k=1),
     ]
     return tuple(cases)
@@ -139,6 +147,14 @@ def gpu_cases() -> tuple[Case, ...]:
                 block=block,
             )
         )
+    for tokens in (3, 64):
+        for block in (False, True):
+            kind = f"{'block' if block else 'tensor'} T={tokens}"
+            cases.append(_gpu(f"{kind} bf16 x", tokens=tokens, block=block, bf16_input=True))
+            cases.append(_gpu(f"{kind} gelu", tokens=tokens, block=block, activation="gelu"))
+            cases.append(
+                _gpu(f"{kind} limit", tokens=tokens, block=block, swiglu_limit=0.7, swiglu_alpha=1.702)
+            )
     cases.append(_gpu("tensor fp32 product T=64", bf16_mul=False))
     cases.append(_gpu("tensor shared, factor T=64", shared=True, factor=2.5))
     return tuple(cases)

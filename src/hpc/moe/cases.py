@@ -43,6 +43,12 @@ class MoeInputs:
     topk_ids: torch.Tensor
     topk_scale: torch.Tensor
     shared_output: torch.Tensor | None
+    input_scale: torch.Tensor | None = None
+
+    @property
+    def gate(self) -> tuple[str, float | None, float | None]:
+        """Activation, limit and alpha."""
+        return self.params.activation, self.params.swiglu_limit, self.params.swiglu_alpha
 
 
 def _blocks(n: int) -> int:
@@ -112,10 +118,11 @@ def make_inputs(params: MoeCase, device: torch.device | str, seed: int) -> MoeIn
     up, down = 1.0 / (100 * hidden**0.5), 1.0 / (100 * inter**0.5)
     if not params.block:
         x = (values * 30).clamp(-448, 448).to(torch.float8_e4m3fn)
+        input_scale = torch.full((1,), 1 / 30, device=device) if params.bf16_input else None
         scales = (rand(experts) * (up / 40), rand(experts) * (down / 20))
         act_scale = torch.full((1,), 20.0, device=device)
-        return MoeInputs(params, x, None, w13, scales[0], w2, scales[1], act_scale, ids.to(device),
-                         weights.to(device), shared)  # fmt: skip
+        return MoeInputs(params, values.bfloat16() if params.bf16_input else x, None, w13, scales[0], w2, scales[1],
+                         act_scale, ids.to(device), weights.to(device), shared, input_scale)  # fmt: skip
     padded = torch.nn.functional.pad(values, (0, -hidden % BLOCK)).view(tokens, _blocks(hidden), BLOCK)
     x_scale = padded.abs().amax(-1) / 448
     x = (padded / x_scale[..., None]).flatten(1)[:, :hidden].to(torch.float8_e4m3fn).contiguous()
@@ -125,16 +132,20 @@ def make_inputs(params: MoeCase, device: torch.device | str, seed: int) -> MoeIn
         # a factor of 100 between blocks: a scale taken from the wrong block shows
         full[:, :, : _blocks(cols)] = scale * 10 ** (2 * rand(experts, _blocks(rows), _blocks(cols)) - 2)
         block_scales.append(full)
-    return MoeInputs(params, x, x_scale, w13, block_scales[0], w2, block_scales[1], None, ids.to(device),
+    given = (values.bfloat16(), None) if params.bf16_input else (x, x_scale)
+    return MoeInputs(params, given[0], given[1], w13, block_scales[0], w2, block_scales[1], None, ids.to(device),
                      weights.to(device), shared)  # fmt: skip
 
 
 def run(inputs: MoeInputs, **more: Any) -> torch.Tensor:
     """The public function of the case's kind."""
     params = inputs.params
-    options = {"shared_output": inputs.shared_output, "routed_scaling_factor": params.factor, **more}
+    options: dict[str, Any] = {
+        "shared_output": inputs.shared_output, "routed_scaling_factor": params.factor, "activation": params.activation,
+        "swiglu_limit": params.swiglu_limit, "swiglu_alpha": params.swiglu_alpha, **more,
+    }  # fmt: skip
     routing = (inputs.topk_ids, inputs.topk_scale, params.rank, params.experts * params.ranks)
-    if inputs.x_scale is not None:
+    if inputs.act_scale is None:
         return hpc.fuse_moe_blockwise(
             inputs.x,
             inputs.x_scale,
@@ -145,10 +156,9 @@ def run(inputs: MoeInputs, **more: Any) -> torch.Tensor:
             *routing,
             **options,
         )
-    assert inputs.act_scale is not None
     return hpc.fuse_moe(
         inputs.x, inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale, inputs.act_scale, *routing,
-        params.bf16_mul, **options,
+        params.bf16_mul, input_scale=inputs.input_scale, **options,
     )  # fmt: skip
 
 
@@ -158,7 +168,7 @@ def reference(inputs: MoeInputs) -> torch.Tensor:
         inputs.x, inputs.w13, inputs.w2, inputs.topk_ids, inputs.topk_scale, rank_ep=inputs.params.rank,
         x_scale=inputs.x_scale, w13_scale=inputs.w13_scale, w2_scale=inputs.w2_scale, act_scale=inputs.act_scale,
         use_bf16_mul=inputs.params.bf16_mul, shared_output=inputs.shared_output,
-        routed_scaling_factor=inputs.params.factor,
+        routed_scaling_factor=inputs.params.factor, input_scale=inputs.input_scale, gate=inputs.gate,
     )  # fmt: skip
 
 

@@ -31,6 +31,9 @@ def fused(
     num_expert_total: int,
     use_bf16_mul: bool = True,
     routed_scaling_factor: float = 1.0,
+    activation: str = "silu",
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
     chosen: plan.Plan | None = None,
 ) -> torch.Tensor:
     """Run one call; see `hpc.fuse_moe` for the arguments."""
@@ -42,15 +45,16 @@ def fused(
             rows = [t is None or t.data_ptr() % 16 == 0 for t in (args.shared_output, args.output)]
             signature = (
                 *(_facts(getattr(args, name)) for name in _FIELDS), rank_ep, num_expert_total, use_bf16_mul, chosen,
-                aligned % 16, *rows,
+                activation, swiglu_limit, swiglu_alpha, aligned % 16, *rows,
             )  # fmt: skip
             known = _CALLS.get(signature)
         except (AttributeError, TypeError):
             known = None  # something is not what it should be: the checks say what
     if known is None:
-        key = validate.call(function, args, rank_ep, num_expert_total, use_bf16_mul)
+        gate = (activation, swiglu_limit, swiglu_alpha)
+        key = validate.call(function, args, rank_ep, num_expert_total, use_bf16_mul, *gate)
         if not args.x.is_cuda or key.num_tokens == 0:
-            return _on_cpu(args, rank_ep, use_bf16_mul, routed_scaling_factor)
+            return _on_cpu(args, rank_ep, use_bf16_mul, routed_scaling_factor, gate)
         known = _calls(function, key, chosen, args, rank_ep)
         if len(_CALLS) >= _MAX_CALLS:
             _CALLS.clear()
@@ -109,11 +113,15 @@ def _legal(function: str, chosen: plan.Plan | None, key: plan.Key) -> plan.Plan:
     return chosen
 
 
-def _on_cpu(args: Arguments, rank_ep: int, use_bf16_mul: bool, routed_scaling_factor: float) -> torch.Tensor:
+def _on_cpu(
+    args: Arguments, rank_ep: int, use_bf16_mul: bool, routed_scaling_factor: float,
+    gate: tuple[str, float | None, float | None],
+) -> torch.Tensor:  # fmt: skip
     """The reference, so that the library can be tried anywhere; also the empty batch."""
     out = moe_reference(
         args.x, args.w13, args.w2, args.topk_ids, args.topk_scale, rank_ep=rank_ep, x_scale=args.x_scale,
         w13_scale=args.w13_scale, w2_scale=args.w2_scale, act_scale=args.act_scale, use_bf16_mul=use_bf16_mul,
-        shared_output=args.shared_output, routed_scaling_factor=routed_scaling_factor, dtype=torch.float32,
+        shared_output=args.shared_output, routed_scaling_factor=routed_scaling_factor, input_scale=args.input_scale,
+        gate=gate, dtype=torch.float32,
     ).to(torch.bfloat16)  # fmt: skip
     return out if args.output is None else args.output.copy_(out)

@@ -208,7 +208,7 @@ def _products(wtile, xtile, sbuf, full_bars, empty_bars, stage, phase, ws_ptr, c
 
 @gluon.jit
 def _activation(acc, scale, C: gl.constexpr):
-    """silu(gate) * up as fp32 [64, N] from [128, N] with gate and up alternating by eight rows."""
+    """act(gate) * up as fp32 [64, N] from [128, N] with gate and up alternating by eight rows."""
     pairs = acc.reshape([8, 2, 8, C.N]).permute([0, 2, 3, 1])
     gate, up = gl.split(pairs)
     if not C.BLOCK:
@@ -216,11 +216,20 @@ def _activation(acc, scale, C: gl.constexpr):
         up = up * scale
     gate = gate.to(gl.bfloat16).to(gl.float32)
     up = up.to(gl.bfloat16).to(gl.float32)
-    silu = gate / (1.0 + gl.exp(-gate))
-    if C.BF16_MUL:
-        value = (silu.to(gl.bfloat16).to(gl.float32) * up).to(gl.bfloat16).to(gl.float32)
+    if C.LIMIT > 0:
+        gate = gl.minimum(gate, C.LIMIT)
+        up = gl.minimum(gl.maximum(up, -C.LIMIT), C.LIMIT)
+    if C.ACT == "gelu":
+        act = 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476))
+    elif C.ALPHA > 0:
+        act = gate / (1.0 + gl.exp(-gate * C.ALPHA))
+        up = up + 1.0
     else:
-        value = silu * up
+        act = gate / (1.0 + gl.exp(-gate))
+    if C.BF16_MUL:
+        value = (act.to(gl.bfloat16).to(gl.float32) * up).to(gl.bfloat16).to(gl.float32)
+    else:
+        value = act * up
     return value.reshape([64, C.N])
 
 

@@ -32,6 +32,9 @@ class UpConfig(_Facts):
     BF16_MUL: bool
     SPLIT: bool  # programs take equal runs of stages, across items; else whole items in turn
     PDL: bool
+    ACT: str = "silu"  # of the gate; LIMIT and ALPHA as in `kernels.activate`, 0 for none
+    LIMIT: float = 0.0
+    ALPHA: float = 0.0
     LAG: int = 2  # stages that gathered rows may be late when they are handed over
     PRODUCER_REGS: int = 56
 

@@ -43,6 +43,26 @@ def bf16_value(x, INTERPRET: tl.constexpr):
     return round_to_bf16(x) if INTERPRET else x.to(tl.bfloat16).to(tl.float32)
 
 
+@triton.jit
+def activate(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BF16_MUL: tl.constexpr,
+             INTERPRET: tl.constexpr):  # fmt: skip
+    """act(gate) * up in fp32 from bf16 values; see `reference.activation`. LIMIT and ALPHA are 0 for none."""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    if ACT == "gelu":
+        act = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ALPHA > 0:
+        act = gate / (1.0 + tl.exp(-gate * ALPHA))
+        up = up + 1.0
+    else:
+        act = gate / (1.0 + tl.exp(-gate))
+    if BF16_MUL:
+        return bf16_value(bf16_value(act, INTERPRET) * up, INTERPRET)
+    else:
+        return act * up
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "top_k"],
     do_not_specialize_on_alignment=["x_scale_ptr", "w_scale_ptr", "act_scale_ptr"],
@@ -51,7 +71,8 @@ def _moe_gate_up_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, act_scale_ptr, expert_ptr, start_ptr, rows_ptr, num_tiles_ptr, pair_ptr,
     a_ptr, a_scale_ptr, num_rows, top_k, H, I, stride_a, x_scale_cols, w_scale_rows, w_scale_cols,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SCALES: tl.constexpr, BF16_MUL: tl.constexpr,
-    HARDWARE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs): a = quantise(silu(gate) * up) for every row, [gate | up] = bf16(x[token] w13^T * scale).
 
@@ -98,11 +119,7 @@ def _moe_gate_up_kernel(
             up = up * scale
         gate = bf16_value(gate, INTERPRET)
         up = bf16_value(up, INTERPRET)
-        silu = gate / (1.0 + tl.exp(-gate))
-        if BF16_MUL:
-            value = bf16_value(bf16_value(silu, INTERPRET) * up, INTERPRET)
-        else:
-            value = silu * up
+        value = activate(gate, up, ACT, LIMIT, ALPHA, BF16_MUL, INTERPRET)
         row = (start + r).to(tl.int64)
         if BLOCK_SCALES:
             amax = tl.max(tl.where((i < I)[None, :], tl.abs(value), 0.0), 1)

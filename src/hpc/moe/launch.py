@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class Call:
         self.first_expert = rank_ep * key.num_experts
         self.pdl = key.sm90
         self.scales, self.interpret = scales, interpret
+        self.gate = (key.activation, key.swiglu_limit or 0.0, key.swiglu_alpha or 0.0)
+        self._quantise = self._input() if key.bf16_input else None
         if chosen.backend == "tiny":
             self.steps: tuple[Launch, ...] = self._tiny(shared, stride_out)
         else:
@@ -57,6 +60,8 @@ class Call:
         self, stream: int, args: Arguments, factor: float, out: torch.Tensor, scratch: torch.Tensor
     ) -> None:
         """All kernels of the call, in order."""
+        if self._quantise is not None:
+            args = self._quantise(stream, args, scratch)
         for step in self.steps:
             step(stream, args, scratch, factor, out)
 
@@ -64,6 +69,36 @@ class Call:
         """int32 views of scratch fields, to their end and beyond: a kernel knows its bounds."""
         words = scratch.view(torch.int32)
         return [words[getattr(self.layout, name) // 4 :] for name in names]
+
+    def _input(self) -> Callable[..., Arguments]:
+        """The launch that turns BF16 activations into e4m3, and the call on these."""
+        from hpc.moe import quantise
+
+        key, layout = self.key, self.layout
+        columns = plan.ceil_div(key.hidden, 128)
+        groups = min(16, plan.power_of_two(columns))
+        kernel = Kernel(
+            quantise._moe_quantise_kernel, NAME, num_warps=max(1, groups // 4), launch_pdl=self.pdl
+        )
+        grid = (key.num_tokens, plan.ceil_div(columns, groups), 1)
+        fixed = (key.hidden, columns, groups, key.block_scales, key.hardware_fp8, self.pdl)
+
+        def run(stream: int, args: Arguments, scratch: torch.Tensor) -> Arguments:
+            bits = scratch[layout.xq : layout.xq + key.num_tokens * key.hidden].view(
+                key.num_tokens, key.hidden
+            )
+            scale = args.input_scale
+            if key.block_scales:
+                scale = scratch.view(torch.float32)[layout.xs // 4 :][: key.num_tokens * columns]
+            if kernel.compiled:
+                kernel(grid, stream, (args.x.data_ptr(), scale.data_ptr(), bits.data_ptr(), *fixed))
+            else:
+                kernel(grid, stream, (args.x, scale, bits, *fixed))
+            return replace(
+                args, x=bits.view(torch.float8_e4m3fn), x_scale=scale if key.block_scales else None
+            )
+
+        return run
 
     def _index_build(self) -> Launch:
         from hpc.moe import route
@@ -115,7 +150,8 @@ class Call:
         sizes = (key.hidden, key.inter, layout.act_stride)
         up_fixed = (
             key.pairs, key.top_k, *sizes, plan.ceil_div(key.hidden, 128), w13_rows, w13_cols,
-            chosen.tile, block_k, key.block_scales, key.bf16_mul, key.hardware_fp8, self.pdl, self.interpret,
+            chosen.tile, block_k, key.block_scales, key.bf16_mul, *self.gate, key.hardware_fp8, self.pdl,
+            self.interpret,
         )  # fmt: skip
         down_fixed = (
             key.pairs, *sizes, w2_rows, w2_cols, chosen.tile, 128, block_k, key.block_scales, self.pdl, self.interpret,
@@ -223,7 +259,8 @@ class Call:
         return (
             up_config(
                 **common, KS=up.boxes, STAGES=up.stages, WARPS=up.warps, PWARPS=up.producer_warps,
-                BF16_MUL=key.bf16_mul, SPLIT=not up.shared_order, LAG=min(2, up.stages - 1),
+                BF16_MUL=key.bf16_mul, ACT=self.gate[0], LIMIT=self.gate[1], ALPHA=self.gate[2],
+                SPLIT=not up.shared_order, LAG=min(2, up.stages - 1),
             ),
             down_config(
                 **common, BK=down.box, KS=down.boxes, STAGES=down.stages, WARPS=down.warps, SPREAD=down.shared_order
@@ -251,7 +288,7 @@ class Call:
         tail = (key.hardware_fp8, self.pdl, self.interpret)
         up_fixed = (
             *ids, plan.ceil_div(key.hidden, 128), w13_rows, w13_cols, key.hidden, key.inter, key.top_k,
-            chosen.up_rows, chosen.up_cols, key.block_scales, key.bf16_mul, *tail,
+            chosen.up_rows, chosen.up_cols, key.block_scales, key.bf16_mul, *self.gate, *tail,
         )  # fmt: skip
         down_fixed = (
             key.hidden, key.inter, max(128, plan.power_of_two(key.inter)), key.top_k, chosen.down_cols,

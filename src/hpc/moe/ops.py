@@ -18,86 +18,80 @@ _PER_TENSOR = (
     f"Tensor act_and_mul_scale, {_ROUTING}, bool use_bf16_mul=True"
 )
 _BLOCK = (
-    "Tensor x, Tensor x_scale, Tensor gate_up_weight, Tensor gate_up_weight_scale, Tensor down_weight, "
+    "Tensor x, Tensor? x_scale, Tensor gate_up_weight, Tensor gate_up_weight_scale, Tensor down_weight, "
     f"Tensor down_weight_scale, {_ROUTING}"
 )
-_FACTOR = "float routed_scaling_factor=1.0"
+_OPTIONS = (
+    "float routed_scaling_factor=1.0, Tensor? input_scale=None, str activation='silu', float? swiglu_limit=None, "
+    "float? swiglu_alpha=None"
+)
 PER_TENSOR = ("fuse_moe", "fuse_moe_pertensor_fp8")
 BLOCK = ("fuse_moe_blockwise", "fuse_moe_blockwise_fp8")
 
 _LIBRARY = torch.library.Library("hpc", "FRAGMENT")
 
 
-def _run_per_tensor(name: str, args: tuple[Any, ...], output: torch.Tensor | None) -> torch.Tensor:
+def _per_tensor(name: str, output: torch.Tensor | None, x, gate_up_weight, down_weight, gate_up_scale, down_scale,
+                act_and_mul_scale, topk_ids, topk_scale, shared_output, rank_ep, num_expert_total, use_bf16_mul=True,
+                *, input_scale=None, **options):  # type: ignore[no-untyped-def]  # fmt: skip
     from hpc.moe import entry
 
-    x, w13, w2, s13, s2, act, ids, weights, shared, rank, total, bf16_mul, factor = args
-    given = Arguments(x, w13, w2, s13, s2, ids, weights, None, act, shared, output)
-    return entry.fused(name, given, rank, total, bf16_mul, factor)
+    given = Arguments(x, gate_up_weight, down_weight, gate_up_scale, down_scale, topk_ids, topk_scale, None,
+                      act_and_mul_scale, shared_output, output, input_scale)  # fmt: skip
+    return entry.fused(name, given, rank_ep, num_expert_total, use_bf16_mul, **options)
 
 
-def _run_block(name: str, args: tuple[Any, ...], output: torch.Tensor | None) -> torch.Tensor:
+def _block(name: str, output: torch.Tensor | None, x, x_scale, gate_up_weight, gate_up_weight_scale, down_weight,
+           down_weight_scale, topk_ids, topk_scale, shared_output, rank_ep, num_expert_total, *, input_scale=None,
+           **options):  # type: ignore[no-untyped-def]  # fmt: skip
     from hpc.moe import entry
 
-    x, x_scale, w13, s13, w2, s2, ids, weights, shared, rank, total, factor = args
-    given = Arguments(x, w13, w2, s13, s2, ids, weights, x_scale, None, shared, output)
-    return entry.fused(name, given, rank, total, True, factor)
-
-
-def _fake(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    given = Arguments(x, gate_up_weight, down_weight, gate_up_weight_scale, down_weight_scale, topk_ids, topk_scale,
+                      x_scale, None, shared_output, output, input_scale)  # fmt: skip
+    return entry.fused(name, given, rank_ep, num_expert_total, **options)
 
 
 def _register(name: str, head: str, run: Any) -> None:
-    defaults = (True, 1.0) if name in PER_TENSOR else (1.0,)
-    required = len(head.split(", ")) - (1 if name in PER_TENSOR else 0)
+    def plain(*args: Any, **options: Any) -> torch.Tensor:
+        return run(name, None, *args, **options)  # type: ignore[no-any-return]
 
-    def complete(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*args, *defaults[len(args) - required :])
+    def out(*args: Any, output: torch.Tensor, **options: Any) -> None:
+        run(name, output, *args, **options)
 
-    def plain(*args: Any, routed_scaling_factor: float = 1.0) -> torch.Tensor:
-        return run(name, (*complete((*args,))[:-1], routed_scaling_factor), None)  # type: ignore[no-any-return]
+    def fake(*args: Any, **options: Any) -> torch.Tensor:
+        x = args[0] if args else options["x"]
+        return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
 
-    def out(*args: Any, output: torch.Tensor, routed_scaling_factor: float = 1.0) -> None:
-        run(name, (*complete((*args,))[:-1], routed_scaling_factor), output)
-
-    _LIBRARY.define(f"{name}({head}, *, {_FACTOR}) -> Tensor")
-    _LIBRARY.define(f"{name}.out({head}, *, {_FACTOR}, Tensor(a!) output) -> ()")
+    _LIBRARY.define(f"{name}({head}, *, {_OPTIONS}) -> Tensor")
+    _LIBRARY.define(f"{name}.out({head}, *, {_OPTIONS}, Tensor(a!) output) -> ()")
     _LIBRARY.impl(name, plain, "CompositeExplicitAutograd")
     _LIBRARY.impl(f"{name}.out", out, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hpc::{name}", lambda *args, **rest: _fake(args[0]), lib=_LIBRARY)
+    torch.library.register_fake(f"hpc::{name}", fake, lib=_LIBRARY)
     torch.library.register_fake(f"hpc::{name}.out", lambda *args, **rest: None, lib=_LIBRARY)
 
 
 for _name in PER_TENSOR:
-    _register(_name, _PER_TENSOR, _run_per_tensor)
+    _register(_name, _PER_TENSOR, _per_tensor)
 for _name in BLOCK:
-    _register(_name, _BLOCK, _run_block)
+    _register(_name, _BLOCK, _block)
 
 
 def traced(
-    name: str, args: Arguments, rank_ep: int, num_expert_total: int, use_bf16_mul: bool, factor: float
+    name: str, args: Arguments, rank_ep: int, num_expert_total: int, use_bf16_mul: bool, **options: Any
 ) -> torch.Tensor:
     """The op `name` as a node of the traced graph."""
     op = getattr(torch.ops.hpc, name)
     tail = (args.topk_ids, args.topk_scale, args.shared_output, rank_ep, num_expert_total)
     given: tuple[Any, ...]
     if name in PER_TENSOR:
-        given = (
-            args.x,
-            args.w13,
-            args.w2,
-            args.w13_scale,
-            args.w2_scale,
-            args.act_scale,
-            *tail,
-            use_bf16_mul,
-        )
+        weights = (args.w13, args.w2, args.w13_scale, args.w2_scale, args.act_scale)
+        given = (args.x, *weights, *tail, use_bf16_mul)
     else:
         given = (args.x, args.x_scale, args.w13, args.w13_scale, args.w2, args.w2_scale, *tail)
+    options["input_scale"] = args.input_scale
     if args.output is None:
-        return op.default(*given, routed_scaling_factor=factor)  # type: ignore[no-any-return]
-    op.out(*given, routed_scaling_factor=factor, output=args.output)
+        return op.default(*given, **options)  # type: ignore[no-any-return]
+    op.out(*given, **options, output=args.output)
     return args.output
 
 

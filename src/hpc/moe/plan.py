@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+ACTIVATIONS = ("silu", "gelu")
 MAX_TOP_K = 128
 # Up to here two launches without an index win: 11.4 us against 15.6 for one token, top-8, I = 192, H = 4096. At four
 # tokens they are level (29 us), and weights shared by tokens start to be read twice.
@@ -51,6 +52,10 @@ class Key:
     sms: int
     sm90: bool
     hardware_fp8: bool  # the GPU converts fp32 to e4m3
+    bf16_input: bool = False  # x is quantised inside
+    activation: str = "silu"  # of the gate, one of ACTIVATIONS
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
 
     @property
     def pairs(self) -> int:
@@ -244,6 +249,8 @@ class Scratch:
     act_scale: int
     parts: int
     y: int
+    xq: int
+    xs: int
     size: int
     num_chunks: int
     max_tiles: int
@@ -280,6 +287,8 @@ def scratch(key: Key, plan: Plan) -> Scratch:
         "act_scale": 4 * pairs * key.groups if key.block_scales else 0,
         "parts": parts,
         "y": 0 if plan.backend == "tiny" else 2 * pairs * key.hidden,
+        "xq": key.num_tokens * key.hidden if key.bf16_input else 0,
+        "xs": 4 * key.num_tokens * ceil_div(key.hidden, 128) if key.bf16_input and key.block_scales else 0,
     }
     offsets, at = {}, 0
     for name, size in sizes.items():

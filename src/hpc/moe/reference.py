@@ -27,10 +27,23 @@ def _floats(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(torch.float32).to(dtype)
 
 
-def activation(gate: torch.Tensor, up: torch.Tensor, bf16_mul: bool) -> torch.Tensor:
-    """silu(gate) * up, rounded to bf16 after the silu and after the product when `bf16_mul`."""
-    silu = gate / (1.0 + torch.exp(-gate))
-    return to_bf16(to_bf16(silu) * up) if bf16_mul else silu * up
+def activation(
+    gate: torch.Tensor, up: torch.Tensor, bf16_mul: bool, kind: str = "silu", limit: float | None = None,
+    alpha: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """act(gate) * up, rounded to bf16 after the activation and after the product when `bf16_mul`.
+
+    `limit`: gate is cut at it from above, up on both sides. `alpha`: gate * sigmoid(alpha * gate) * (up + 1).
+    """
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if kind == "gelu":
+        act = 0.5 * gate * (1.0 + torch.erf(gate * 0.5**0.5))
+    else:
+        act = gate / (1.0 + torch.exp(-gate * (1.0 if alpha is None else alpha)))
+    if alpha is not None:
+        up = up + 1.0
+    return to_bf16(to_bf16(act) * up) if bf16_mul else act * up
 
 
 def requantise(
@@ -49,6 +62,19 @@ def requantise(
     return quantised, scale.expand_as(padded).reshape(rows, -1)[:, :cols]
 
 
+def quantise_input(
+    x: torch.Tensor, input_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """BF16 x as (e4m3, scales [T, ceil(H / 128)]), or (e4m3, None) by one scale."""
+    if input_scale is not None:
+        return (x.float() * (1.0 / input_scale)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), None
+    tokens, hidden = x.shape
+    padded = torch.nn.functional.pad(x.float(), (0, -hidden % BLOCK)).view(tokens, -(-hidden // BLOCK), BLOCK)
+    scale = padded.abs().amax(-1).clamp_min(1e-10) / FP8_MAX
+    values = (padded / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).flatten(1)[:, :hidden]
+    return values.to(torch.float8_e4m3fn), scale
+
+
 def moe_reference(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -64,16 +90,20 @@ def moe_reference(
     use_bf16_mul: bool = True,
     shared_output: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
+    input_scale: torch.Tensor | None = None,
+    gate: tuple[str, float | None, float | None] = ("silu", None, None),
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Output ``[T, H]`` in ``dtype``, unrounded at the end; arguments as the public functions'.
 
     `act_scale` given: one scale a tensor (`w13_scale`, `w2_scale` are ``[E]``); None: 128x128 block scales, with
-    `x_scale` ``[T, H/128]``.
+    `x_scale` ``[T, H/128]``. BF16 `x` is quantised first, by `input_scale` or in groups of 128 columns.
 
         h = bf16(x w13^T * s13);  a = quantise(silu(gate) * up);  y = bf16(a w2^T * s2)
         out = sum_k weight * y + shared
     """
+    if x.dtype == torch.bfloat16:
+        x, x_scale = quantise_input(x, input_scale)
     num_tokens, hidden = x.shape
     num_experts, inter = w13.shape[0], w13.shape[1] // 2
     local = topk_ids.long() - rank_ep * num_experts
@@ -93,7 +123,7 @@ def moe_reference(
         if act_scale is not None:
             gate_up = gate_up * w13_scale[e].to(dtype)
         gate_up = to_bf16(gate_up)
-        h = activation(gate_up[:, :inter], gate_up[:, inter:], bf16_mul)
+        h = activation(gate_up[:, :inter], gate_up[:, inter:], bf16_mul, *gate)
         a, a_scale = requantise(h, act_scale)
         y = (a if a_scale is None else a * a_scale) @ down_weight.T
         y = to_bf16(y if act_scale is None else y * w2_scale[e].to(dtype))

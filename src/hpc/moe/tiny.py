@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from hpc.common.triton_helpers import e4m3_bytes_to_fp16, pdl_launch, pdl_wait, to_bf16
-from hpc.moe.kernels import bf16_value, e4m3_bytes
+from hpc.moe.kernels import activate, bf16_value, e4m3_bytes
 
 
 @triton.jit
@@ -30,7 +30,8 @@ def _moe_tiny_up_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, act_scale_ptr, ids_ptr, a_ptr, num_experts, first_expert,
     x_scale_cols, w_scale_rows, w_scale_cols,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    BLOCK_SCALES: tl.constexpr, BF16_MUL: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr, BF16_MUL: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    HARDWARE: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Grid (I / ROWS, pairs): ROWS activations of a pair. ROWS divides 16, so a slice lies in one block of 128 rows.
@@ -73,11 +74,7 @@ def _moe_tiny_up_kernel(
             u = u * scale
         g = bf16_value(g, INTERPRET)
         u = bf16_value(u, INTERPRET)
-        silu = g / (1.0 + tl.exp(-g))
-        if BF16_MUL:
-            value = bf16_value(bf16_value(silu, INTERPRET) * u, INTERPRET)
-        else:
-            value = silu * u
+        value = activate(g, u, ACT, LIMIT, ALPHA, BF16_MUL, INTERPRET)
         at = a_ptr + pair * I + i
         if BLOCK_SCALES:
             tl.store(at, value)

@@ -17,7 +17,10 @@ PAD_REMEDY = "Pad the weights with zeros, or split experts over ranks instead of
 
 @dataclass(frozen=True)
 class Arguments:
-    """The tensors of one call, by role. Block scales: `x_scale` given, `act_scale` None; else the other way round."""
+    """The tensors of one call, by role.
+
+    Block scales: `act_scale` None, and `x_scale` given unless x is BF16. One scale a tensor: `act_scale` given.
+    """
 
     x: torch.Tensor
     w13: torch.Tensor
@@ -30,6 +33,7 @@ class Arguments:
     act_scale: torch.Tensor | None
     shared_output: torch.Tensor | None
     output: torch.Tensor | None
+    input_scale: torch.Tensor | None = None  # BF16 x with one scale a tensor
 
 
 # The names under which the public functions take the roles, for error texts.
@@ -37,11 +41,14 @@ PER_TENSOR_NAMES = {"w13_scale": "gate_up_scale", "w2_scale": "down_scale"}
 BLOCK_NAMES = {"w13_scale": "gate_up_weight_scale", "w2_scale": "down_weight_scale"}
 
 
-def call(function: str, args: Arguments, rank_ep: int, num_expert_total: int, use_bf16_mul: bool) -> plan.Key:
+def call(
+    function: str, args: Arguments, rank_ep: int, num_expert_total: int, use_bf16_mul: bool, activation: str = "silu",
+    swiglu_limit: float | None = None, swiglu_alpha: float | None = None,
+) -> plan.Key:  # fmt: skip
     """Check every argument; the key that decides the plan."""
     block = args.act_scale is None
     names = BLOCK_NAMES if block else PER_TENSOR_NAMES
-    checks.dtype(function, "x", args.x, FP8, "Quantise the activations to e4m3 first.")
+    checks.dtype(function, "x", args.x, (FP8, torch.bfloat16))
     checks.ndim(function, "x", args.x, 2)
     checks.contiguous(function, "x", args.x)
     checks.dtype(function, "gate_up_weight", args.w13, FP8)
@@ -69,6 +76,7 @@ def call(function: str, args: Arguments, rank_ep: int, num_expert_total: int, us
                 expected="one float32 value",
                 got=f"{args.act_scale.numel()} values",
             )
+        _input_scale(function, args)
     for name in ("shared_output", "output"):
         tensor = getattr(args, name)
         if tensor is not None:
@@ -83,6 +91,7 @@ def call(function: str, args: Arguments, rank_ep: int, num_expert_total: int, us
     total = checks.int_range(function, "num_expert_total", num_expert_total, 0)
     if not isinstance(use_bf16_mul, bool):
         fail(function, "use_bf16_mul", expected="a bool", got=repr(use_bf16_mul))
+    _activation(function, activation, swiglu_limit, swiglu_alpha)
     capability = arch.capability(args.x.device)
     if args.x.is_cuda:
         arch.require_gpu(function, args.x.device)
@@ -90,8 +99,41 @@ def call(function: str, args: Arguments, rank_ep: int, num_expert_total: int, us
         num_tokens=num_tokens, top_k=args.topk_ids.shape[1], num_experts=experts,
         experts_total=max(total, 1) if total else experts, hidden=hidden, inter=inter, block_scales=block,
         bf16_mul=use_bf16_mul and not block, sms=arch.sm_count(args.x.device), sm90=capability[0] == 9,
-        hardware_fp8=capability >= (8, 9),
+        hardware_fp8=capability >= (8, 9), bf16_input=args.x.dtype == torch.bfloat16,
+        activation=activation, swiglu_limit=None if swiglu_limit is None else float(swiglu_limit),
+        swiglu_alpha=None if swiglu_alpha is None else float(swiglu_alpha),
     )  # fmt: skip
+
+
+def _activation(function: str, activation: str, limit: float | None, alpha: float | None) -> None:
+    checks.one_of(function, "activation", activation, plan.ACTIVATIONS)
+    for name, value in (("swiglu_limit", limit), ("swiglu_alpha", alpha)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0
+        ):
+            fail(function, name, expected="a positive number or None", got=repr(value))
+    if alpha is not None and activation != "silu":
+        fail(
+            function,
+            "swiglu_alpha",
+            expected="None with this activation",
+            got=alpha,
+            remedy="It is part of SwiGLU.",
+        )
+
+
+def _input_scale(function: str, args: Arguments) -> None:
+    """BF16 activations need a scale to be quantised by; e4m3 ones have theirs in gate_up_scale."""
+    if args.x.dtype == FP8:
+        if args.input_scale is not None:
+            remedy = "It is part of gate_up_scale; pass it for BF16 x."
+            fail(function, "input_scale", expected="None for e4m3 x", got="a tensor", remedy=remedy)
+        return
+    remedy = "Pass the float32 scale that x is divided by, or e4m3 x."
+    checks.dtype(function, "input_scale", args.input_scale, torch.float32, remedy)  # type: ignore[arg-type]
+    assert args.input_scale is not None
+    if args.input_scale.numel() != 1:
+        fail(function, "input_scale", expected="one float32 value", got=f"{args.input_scale.numel()} values")
 
 
 def _sizes(function: str, experts: int, rows: int, hidden: int, inter: int) -> None:
@@ -138,9 +180,12 @@ def _block_scales(
     inter: int,
     num_tokens: int,
 ) -> None:
-    assert args.x_scale is not None
     columns = plan.ceil_div(hidden, 128)
-    _float32(function, "x_scale", args.x_scale, (num_tokens, columns))
+    if args.x.dtype == FP8:
+        _float32(function, "x_scale", args.x_scale, (num_tokens, columns))  # type: ignore[arg-type]
+    elif args.x_scale is not None:
+        remedy = "BF16 activations are quantised inside; pass None."
+        fail(function, "x_scale", expected="None for BF16 x", got="a tensor", remedy=remedy)
     wanted = {
         "w13_scale": (plan.ceil_div(2 * inter, 128), columns),
         "w2_scale": (columns, plan.ceil_div(inter, 128)),
@@ -160,7 +205,7 @@ def _devices(function: str, args: Arguments, names: dict[str, str]) -> None:
         "gate_up_weight": args.w13, "down_weight": args.w2, names["w13_scale"]: args.w13_scale,
         names["w2_scale"]: args.w2_scale, "topk_ids": args.topk_ids, "topk_scale": args.topk_scale,
         "x_scale": args.x_scale, "act_and_mul_scale": args.act_scale, "shared_output": args.shared_output,
-        "output": args.output,
+        "output": args.output, "input_scale": args.input_scale,
     }  # fmt: skip
     for name, tensor in named.items():
         if tensor is not None:
