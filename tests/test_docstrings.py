@@ -13,9 +13,11 @@ import pytest
 import hpc
 
 SECTIONS = ("Args:", "Returns:", "Raises:", "Source:")
-DTYPE = re.compile(r"\b(BF16|bf16|float32|fp32|float8_e4m3fn|float8|int8|int32|int64|bool|uint8|dtype)\b")
+DTYPE = re.compile(
+    r"\b(BF16|bf16|float32|fp32|float8_e4m3fn|float8|int8|int32|int64|bool|uint8|dtype|bytes an element)\b"
+)
 SHAPE = re.compile(r"\[[^\]]+\]|\bshape|element|one value|scalar", re.IGNORECASE)
-LIKEWISE = re.compile(r"\b(as in|as `|likewise|as [a-z_]+[.,;:]|as q\b|of that name)")
+LIKEWISE = re.compile(r"\b(as in|as `|likewise|as [a-z_]+[.,;:]|as q\b|of that name|the given ones)")
 # An argument whose number has a unit is named by it, or its text states it.
 UNITS = {
     "mtp": "token", "window": "token|key", "eps": "mean square", "max_seqlen": "token|length", "max_seqlens": "token",
@@ -68,7 +70,10 @@ def test_helpers_are_described_and_annotated(module: str) -> None:
             "hpc"
         ):
             continue
-        assert (value.__doc__ or "").strip(), f"{module}.{name}: no docstring"
+        text = (value.__doc__ or "").strip()
+        assert text and not text.startswith(f"{name}("), (
+            f"{module}.{name}: no docstring but a dataclass's own"
+        )
         if inspect.isfunction(value):
             signature = inspect.signature(value)
             bare = [p.name for p in signature.parameters.values() if p.annotation is inspect.Parameter.empty]
