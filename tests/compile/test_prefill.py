@@ -17,8 +17,8 @@ INSTALLED = "3.6.0"  # ships with torch 2.11
 NEWEST = "3.8.0"
 SHARED_MEMORY = 227 * 1024  # bytes a CTA of SM90 may use
 BF16, FP8 = "_prefill_sm90_bf16_kernel", "_prefill_sm90_fp8_kernel"
-# Bytes of spill stores and loads together that are allowed, by kernel: measured, + 16. They are what a tile keeps for its
-# end (query scales, places of the output) and the page ids of a producer with pages of 16; the loops over whole blocks
+# Bytes of spill stores and loads together that are allowed, by kernel: measured, + 16. They are what a tile keeps for
+# its end (query scales, places of the output) and the page ids of a producer with pages of 16; loops over whole blocks
 # have none in the cases without a window.
 SPILLS = {BF16: 0, FP8: 92 + 16, "_prefill_schedule_kernel": 0, "_prefill_attention_kernel": 16}
 SPILLS_BY_NAME = {

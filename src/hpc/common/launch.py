@@ -35,7 +35,7 @@ class Kernel:
             Any, ...
         ] = ()  # what the launcher takes between the stream and the kernel's arguments
         self._encode: Any = None
-        self._descriptors: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._descriptors: dict[tuple[int, int, int], tuple[Any, ...]] = {}
 
     @property
     def compiled(self) -> bool:
@@ -57,9 +57,10 @@ class Kernel:
     ) -> tuple[Any, ...]:
         """Arguments for the tensor descriptor that is the kernel's descriptor argument `number`, counted from 0.
 
-        Kept by address: for one `number` the shape, the strides and the dtype must be the same in every call.
+        Kept by address and rows: for one `number` the rest of the shape, the strides and the dtype must be the same in
+        every call.
         """
-        key = (number, address)
+        key = (number, address, shape[0])
         found = self._descriptors.get(key)
         if found is None:
             described = TmaTensor(base, shape, strides)
