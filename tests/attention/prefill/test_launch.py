@@ -1,0 +1,180 @@
+"""From a signature to kernels on a CPU: the real launch code, with kernels that are interpreted or emulated.
+
+Shows what neither of those shows alone: that every argument arrives in its place, from checked tensors to the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gluon_emulator import Desc, Ptr, emulate
+from prefill_support import compare, make
+
+from hpc.attention.prefill import cases, launch, plan, validate
+from hpc.attention.prefill.case_lists import prompts
+
+pytestmark = pytest.mark.interpret
+
+SMS = 3
+
+
+class CpuKernel:
+    """In the place of `Kernel`: runs what would have been launched."""
+
+    compiled = False
+
+    def __init__(self, fn: Any, name: str, **options: Any) -> None:
+        self.fn = fn
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
+        if "sm90" in self.fn.__name__:
+            emulate(self.fn, grid[0], *map(self.emulated, args))
+            return
+        # on the CPU: no PDL, which is the last compile-time fact, or the one before INTERPRET
+        names = self.fn.arg_names
+        given = dict(zip(names, map(self.interpreted, args), strict=True)) | {"PDL": False}
+        if "INTERPRET" in names:
+            given["INTERPRET"] = True
+        self.fn[grid](**given)
+
+    @staticmethod
+    def emulated(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return Ptr(x)
+        if hasattr(x, "block_shape"):
+            assert list(x.base.shape) == list(x.shape) and list(x.base.stride()) == list(x.strides)
+            return Desc(x.base, list(x.block_shape))
+        return x
+
+    @staticmethod
+    def interpreted(x: Any) -> Any:
+        fp8 = isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn
+        return x.view(torch.uint8) if fp8 else x
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "Kernel", CpuKernel)
+    monkeypatch.setattr(launch, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
+
+
+def run(
+    inputs: cases.PrefillInputs, backend: str, output: torch.Tensor | None = None, block_m: int = 16
+) -> Any:
+    """The call as `entry` makes it, on a machine that says it is an SM90 of a few multiprocessors."""
+    p = inputs.params
+    arguments = validate.Arguments(
+        "test", inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.block_ids, inputs.seq_lens, p.rows,
+        (inputs.qscale, inputs.kscale, inputs.vscale), p.quant_type if p.dtype == "fp8" else -1, output,
+        window=p.window, logit_cap=p.logit_cap, sinks=inputs.sinks, causal=p.causal, return_lse=True,
+    )  # fmt: skip
+    key, layout = validate.call(arguments)
+    key = replace(key, sm90=True, sms=SMS)
+    chosen = plan.sm90(key)
+    if backend == "portable":
+        chosen = replace(
+            plan.portable(key), pack=plan.pack_of(key.group, block_m), block_m=block_m, block_n=32
+        )
+    assert plan.is_legal(chosen, key) is None
+    call = launch.Call(key, chosen, 0, layout, p.window)
+    result = call.run(
+        inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.block_ids, inputs.seq_lens, arguments.scales,
+        inputs.sinks, None, p.logit_cap, output,
+    )  # fmt: skip
+    return (*result, chosen)
+
+
+LENS = ((20, 77), (1, 33), (7, 7), (0, 5))
+SHAPES: dict[str, dict[str, Any]] = {
+    "bf16": {}, "fp8": {"dtype": "fp8"}, "window, HND": {"window": 30, "layout": "HND"},
+    "cap, sinks, rows behind": {"logit_cap": 2.0, "sinks": True, "extra_rows": 5}, "full": {"causal": False},
+    "fp8 joint, window, sinks": {"dtype": "fp8", "layout": "joint", "window": 30, "sinks": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["portable", "sm90"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_arguments_arrive(shape: str, backend: str) -> None:
+    inputs = make(LENS, (8, 2), device="cpu", page_size=16, **SHAPES[shape])
+    out, lse, chosen = run(inputs, backend)
+    compare(inputs, out, lse, chosen)
+
+
+def test_arguments_of_ragged_keys_arrive() -> None:
+    inputs = make(prompts(20, 0, 9), (4, 2), device="cpu", head_dim=32, page_size=0, extra_rows=3)
+    out, lse, chosen = run(inputs, "portable")
+    compare(inputs, out, lse, chosen)
+
+
+def test_arguments_of_scales_per_token_arrive() -> None:
+    inputs = make(((10, 70), (3, 40)), (4, 2), device="cpu", dtype="fp8", quant_type=0)
+    out, lse, chosen = run(inputs, "portable")
+    compare(inputs, out, lse, chosen)
+
+
+@pytest.mark.parametrize("backend", ["portable", "sm90"])
+def test_strides_arrive(backend: str) -> None:
+    """Queries as a slice of a fused qkv, the output as a slice of a larger buffer, a page table with a wider row."""
+    inputs = make(LENS, (8, 2), device="cpu", page_size=16)
+    fused = torch.full((28, 12, 128), float("nan")).bfloat16()
+    fused[:, :8] = inputs.q
+    assert inputs.block_ids is not None
+    wide = torch.full((4, 11), -7, dtype=torch.int32)
+    wide[:, : inputs.block_ids.shape[1]] = inputs.block_ids
+    buffer = torch.full((30, 10, 160), 7.0).bfloat16()
+    view = buffer[1:29, 1:9, :128]
+    sliced = replace(inputs, q=fused[:, :8], block_ids=wide[:, : inputs.block_ids.shape[1]])
+    out, lse, chosen = run(sliced, backend, output=view)
+    assert out is view
+    compare(inputs, out, lse, chosen)
+    view.fill_(7.0)
+    assert (buffer == 7.0).all()
+
+
+@pytest.mark.parametrize("backend", ["portable", "sm90"])
+def test_later_calls_hand_over_as_many_arguments(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a kernel is compiled, addresses take the place of tensors, argument by argument."""
+    seen: list[list[tuple[Any, ...]]] = []
+
+    class Recorder:
+        def __init__(self, fn: Any, name: str, **options: Any) -> None:
+            self.compiled = False
+            self.calls: list[tuple[Any, ...]] = []
+            seen.append(self.calls)
+
+        def __call__(self, grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
+            self.calls.append(args)
+            self.compiled = True
+
+        def descriptor(
+            self, number: int, address: int, base: torch.Tensor, shape: Any, strides: Any
+        ) -> tuple[Any, ...]:
+            assert address == base.data_ptr()
+            return (base,)
+
+    monkeypatch.setattr(launch, "Kernel", Recorder)
+    p = make(LENS, (8, 2), device="cpu", page_size=16, dtype="fp8", sinks=True)
+    arguments = validate.Arguments(
+        "test", p.q, p.k, p.v, p.cu_seqlens, p.block_ids, p.seq_lens, 20, (p.qscale, p.kscale, p.vscale), 1,
+        sinks=p.sinks,
+    )  # fmt: skip
+    key, layout = validate.call(arguments)
+    key = replace(key, sm90=True)
+    call = launch.Call(key, plan.sm90(key) if backend == "sm90" else plan.portable(key), 0, layout, None)
+    for _ in range(2):
+        call.run(
+            p.q, p.k, p.v, p.cu_seqlens, p.block_ids, p.seq_lens, arguments.scales, p.sinks, None, None, None
+        )
+    for first, second in seen:
+        assert len(first) == len(second)
+        for a, b in zip(first, second, strict=True):
+            if isinstance(a, torch.Tensor):
+                assert isinstance(b, int)
+            elif hasattr(a, "block_shape"):
+                assert isinstance(b, torch.Tensor) and b.shape == a.base.shape  # the output is a new one
+            else:
+                assert type(a) is type(b) and a == b
