@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpc.moe import launch, plan, validate
-from hpc.moe.cases import MoeInputs
+from hpc.moe import launch, plan
+from hpc.moe.cases import MoeInputs, key_of
 from hpc.moe.validate import Arguments
 from hpc.testing import poisoned
 
@@ -31,12 +31,6 @@ def arguments(inputs: MoeInputs, output: torch.Tensor | None = None) -> Argument
         inputs.x, inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale, inputs.topk_ids, inputs.topk_scale,
         inputs.x_scale, inputs.act_scale, inputs.shared_output, output, inputs.input_scale,
     )  # fmt: skip
-
-
-def key_of(inputs: MoeInputs) -> plan.Key:
-    """The key of a case."""
-    p = inputs.params
-    return validate.call("fuse_moe", arguments(inputs), p.rank, p.experts * p.ranks, p.bf16_mul, *inputs.gate)
 
 
 def interpret(

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_support import InterpretedKernel, arguments, key_of, words
+from moe_support import InterpretedKernel, arguments, words
 
 from hpc.moe import cases, launch, plan
 from hpc.moe.case_lists import MoeCase
+from hpc.moe.cases import key_of
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

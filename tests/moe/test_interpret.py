@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_support import interpret, key_of
+from moe_support import interpret
 
 from hpc.common.operator import Tolerance
 from hpc.moe import case_lists, cases, plan
 from hpc.moe.case_lists import MoeCase
+from hpc.moe.cases import key_of
 from hpc.testing import measure
 
 pytestmark = pytest.mark.interpret

@@ -142,3 +142,12 @@ def test_measured_shapes_use_the_sm90_kernels() -> None:
         chosen = plan.choose(key(p.tokens, num_experts=p.experts, experts_total=p.experts, hidden=p.hidden,
                                  inter=p.inter, block_scales=p.block))  # fmt: skip
         assert chosen.backend == ("tiny" if p.tokens <= 2 and p.inter <= 256 else "sm90")
+
+
+def test_alternatives_are_legal_and_differ() -> None:
+    for each in KEYS:
+        for name, other in plan.alternatives(each).items():
+            assert name in plan.ALTERNATIVES
+            assert plan.is_legal(other, each) is None and other != plan.choose(each)
+    names = set(plan.alternatives(key(4096, num_experts=24, experts_total=24, inter=1536)))
+    assert {"two", "shared", "two shared", "half tile", "portable"} <= names

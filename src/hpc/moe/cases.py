@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 import hpc
-from hpc.bench.providers import Provider
+from hpc.bench.providers import CannotRun, Provider
 from hpc.common.operator import Case, Floor, Progress, Tolerance
-from hpc.moe import case_lists
+from hpc.moe import case_lists, plan, validate
 from hpc.moe.case_lists import MoeCase
 from hpc.moe.reference import BLOCK, moe_reference
+from hpc.moe.validate import Arguments
 
 # Rounding the output to bf16 leaves 1.7e-3 RMS. The FP8 matrix instructions keep 14 bits while they add, which puts a
 # relative error near 1.5e-4 on gate and up: enough to flip some roundings to bf16, and through them some to e4m3, whose
@@ -232,8 +233,10 @@ class MoeOperator:
         )
 
     def providers(self) -> dict[str, Provider]:
-        own = Provider("hpc", lambda inputs: lambda: run(inputs))
-        return {own.name: own}
+        """ "hpc" is the chosen plan; the others are this library's alternatives to it."""
+        own = [Provider("hpc", lambda inputs: lambda: run(inputs))]
+        own += [Provider(f"hpc/{name}", _with_plan(name)) for name in plan.ALTERNATIVES]
+        return {provider.name: provider for provider in own}
 
     def warmup(self, device: torch.device | str, progress: Progress | None) -> int:
         """Compile what calls of the usual models reach: see `hpc.moe.warm`."""
@@ -246,9 +249,28 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor).view(torch.uint8).copy_(tensor.view(torch.uint8)).view(tensor.dtype)
 
 
-def call_of(inputs: MoeInputs) -> Callable[[], torch.Tensor]:
-    """The call as a function of nothing."""
-    return lambda: run(inputs)
+def key_of(inputs: MoeInputs) -> plan.Key:
+    """What decides the plan of a case."""
+    params = inputs.params
+    args = Arguments(
+        inputs.x, inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale, inputs.topk_ids, inputs.topk_scale,
+        inputs.x_scale, inputs.act_scale, inputs.shared_output, None, inputs.input_scale,
+    )  # fmt: skip
+    ranks = (params.rank, params.experts * params.ranks)
+    activation, limit, alpha = inputs.gate
+    return validate.call("fuse_moe", args, *ranks, params.bf16_mul, activation, limit, alpha)
+
+
+def _with_plan(name: str) -> Callable[[MoeInputs], Callable[[], torch.Tensor]]:
+    """The call under one of `plan.alternatives`."""
+
+    def prepare(inputs: MoeInputs) -> Callable[[], torch.Tensor]:
+        chosen = plan.alternatives(key_of(inputs)).get(name)
+        if chosen is None or (name == "portable" and inputs.params.tokens > 512):
+            raise CannotRun(f"no plan '{name}' here, or it is the chosen one")
+        return lambda: run(inputs, plan=chosen)
+
+    return prepare
 
 
 OPERATOR = MoeOperator()

@@ -224,6 +224,60 @@ def choose_sm90(key: Key) -> tuple[int, Product, Product]:
     return tile, up, down
 
 
+ALTERNATIVES = (
+    "portable",
+    "tiny",
+    "tiles",
+    "room",
+    "two",
+    "shared",
+    "two shared",
+    "half tile",
+    "double tile",
+)
+
+
+def alternatives(key: Key) -> dict[str, Plan]:
+    """Other legal plans by name, for measurements.
+
+    "tiles": the SM90 kernels where the choice is another. "room": so few stages that the down kernel finds room beside
+    the gate-up kernel. "two": two programs an SM, of half the rows each where eight warps would be needed. "shared":
+    programs take items in turn.
+    """
+    base = replace(choose(key), tiny=None)
+    plans = {"tiny": replace(base, backend="tiny", tile=16, up=None, down=None, tiny=Tiny(4, 1024, 4, 32, 8))}
+    rows = key.rows_per_expert
+    plans["portable"] = Plan("portable", 16 if rows <= 12 else 32, base.chunk, base.fused_index)
+    if sm90_reason(key) is None:
+        tile, up, down = choose_sm90(key)
+        tiles = Plan("sm90", tile, base.chunk, base.fused_index, up, down)
+        plans["tiles"] = tiles
+        plans["room"] = replace(tiles, up=replace(up, stages=min(up.stages, 3)), down=replace(down, stages=3))
+        plans["shared"] = replace(
+            tiles, up=replace(up, shared_order=True), down=replace(down, shared_order=True)
+        )
+        small = min(tile, 64)
+        halves = [
+            fill(
+                key,
+                small,
+                replace(product, warps=4, per_sm=2, boxes=1 if small == 64 else product.boxes),
+                is_up,
+            )
+            for product, is_up in ((up, True), (down, False))
+        ]
+        plans["two"] = replace(tiles, tile=small, up=halves[0], down=halves[1])
+        in_turn = [replace(product, shared_order=True) for product in halves]
+        plans["two shared"] = replace(tiles, tile=small, up=in_turn[0], down=in_turn[1])
+        for name, other in (("half tile", tile // 2), ("double tile", tile * 2)):
+            warps = 4 if other <= 32 else 8
+            boxes = 1 if key.block_scales and other > 32 else 2
+            wide = fill(key, other, replace(up, warps=warps, boxes=boxes), True)
+            tall = fill(key, other, replace(down, warps=warps, boxes=down.boxes if other <= 32 else 1), False)
+            plans[name] = replace(tiles, tile=other, up=wide, down=tall)
+    return {name: plan for name, plan in plans.items() if is_legal(plan, key) is None and plan != choose(key)}
+
+
 def fill(key: Key, tile: int, product: Product, up: bool) -> Product:
     """The product with as many stages as shared memory holds, at most 8."""
     room = SM_SHARED // product.per_sm - reserve(tile, up)
