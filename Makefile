@@ -1,6 +1,6 @@
 # make demo    decode a batch of mixed lengths, checked, with a picture of its schedule
 # make test    every test that this machine can run
-# make lint    style, types, and whether README's tables and the report match the result files
+# make lint    style, types, whether tables and report match the result files, whether the docs build
 # make bench   measure all operators on this machine's GPU
 # make tables  write the tables and the report from the result files
 # make docs    build the documentation into site/
@@ -25,14 +25,18 @@ PYTEST_ARGS ?=
 ifeq ($(strip $(VENV)),)
 RUN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 SETUP :=
+DOCS_SETUP :=
 SECOND_TRITON :=
 else
 RUN := $(VENV)/bin/python
 SETUP := $(VENV)/.stamp-dev
+DOCS_SETUP := $(VENV)/.stamp-docs
 SECOND_TRITON := .triton/$(TRITON_MAX)/.stamp
 endif
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
+# A broken link, a missing page or a docstring that does not parse is an error.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 REPORT := $(RUN) -m hpc bench report benchmarks/results -o docs/measured.md
 
 .DEFAULT_GOAL := help
@@ -51,12 +55,13 @@ test: $(SETUP) $(SECOND_TRITON)
 	$(if $(GPU),TRITON_INTERPRET=1 $(RUN) -m pytest -m interpret)
 	$(RUN) -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) $(PYTEST_ARGS)
 
-lint: $(SETUP)
+lint: $(SETUP) $(DOCS_SETUP)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) tools/readme_tables.py --check
 	$(REPORT) --check
+	$(MKDOCS) --site-dir site
 
 format: $(SETUP)
 	$(RUN) -m ruff check --fix .
@@ -70,8 +75,8 @@ tables: $(SETUP)
 	$(RUN) tools/readme_tables.py
 	$(REPORT)
 
-docs: $(VENV)/.stamp-docs
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --site-dir site
+docs: $(DOCS_SETUP)
+	$(MKDOCS) --site-dir site
 
 triton-max: .triton/$(TRITON_MAX)/.stamp
 
@@ -92,6 +97,7 @@ $(VENV)/.stamp-dev: pyproject.toml constraints/dev.txt Makefile
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-dev
 	$(PIP) -c constraints/dev.txt -e '.[docs]'
+	$(PIP) --no-deps triton==$(TRITON_MIN)
 	touch $@
 
 .triton/$(TRITON_MAX)/.stamp: $(SETUP)
