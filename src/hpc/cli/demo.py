@@ -19,6 +19,18 @@ def run(
         bool, typer.Option("--tiny", help="Three short requests: seconds even when interpreted.")
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME",
+            help="One decode step of a whole MoE layer: hy3, qwen3-30b-a3b, longcat-flash-lite, or a config.json.",
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="With --model: one of so many ranks.")] = 1,
+    requests: Annotated[
+        int | None, typer.Option("--requests", min=1, help="With --model: requests in the batch.")
+    ] = None,
 ) -> None:
     """Decode a batch of mixed-length requests through the scheduler; show schedule, error and time.
 
@@ -27,8 +39,18 @@ def run(
     functions, which then run the reference, and through the Triton kernels in Triton's interpreter; this
     takes under a minute.
 
+    With --model: prologue, decode, router top-k and MoE of one layer, stage by stage, with error and time. On a
+    GPU at the model's shapes; without one a narrower layer, through the reference.
+
     Exit code 1 if a result is further from float64 than its tolerance.
     """
+    if model is not None:
+        from hpc.cli import demo_layer
+
+        if png is not None or tiny:
+            terminal.usage_error("--png and --tiny belong to the demo without --model")
+        demo_layer.run(model, tp, requests, seed, json_)
+        return
     from hpc.attention.decode import demo
 
     bar = terminal.progress_bar()
