@@ -73,4 +73,8 @@ def test_rotated_inputs_share_what_layers_share() -> None:
 
 def test_warmup_names_its_shapes() -> None:
     shapes = warm.shapes()
-    assert len(set(shapes)) == len(shapes) and {warm.label(shape) for shape in shapes} >= {"fp8 8/1 decode"}
+    assert len(set(shapes)) == len(shapes) and {warm.label(p) for p, _ in shapes} >= {"fp8 8/1 decode"}
+    reached = {(p.is_prefill, chosen.unroll) for p, chosen in shapes}
+    assert reached == {(True, 1), (True, 2), (False, 1)}, (
+        "both plans of prefill, or its first long prompt compiles"
+    )

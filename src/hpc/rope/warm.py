@@ -22,11 +22,16 @@ HEADS = ((64, 8), (32, 8), (32, 4), (16, 2), (8, 1), (4, 1), (40, 8), (28, 4), (
 DTYPES = ("fp8", "bf16")
 
 
-def shapes() -> list[RopeCase]:
-    """Head dim 128, page 64, NeoX over all dims; both dtypes, prefill and decode, with and without a norm before."""
+def shapes() -> list[tuple[RopeCase, plan.Plan]]:
+    """Head dim 128, page 64, NeoX over all dims; both dtypes, prefill (few tokens and many) and decode, with and without
+    a norm before."""
+    few, many = (plan.choose(plan.Key(tokens, 8, 1, 128, 128)) for tokens in (1, 1 << 20))
     return [
-        RopeCase((65,), (1,), *heads, dtype=dtype, is_prefill=is_prefill, norm_policy=policy)
-        for dtype, heads, is_prefill, policy in itertools.product(DTYPES, HEADS, (True, False), (0, 2))
+        (
+            RopeCase((65,), (1,), *heads, dtype=dtype, is_prefill=chosen is not None, norm_policy=policy),
+            chosen or few,
+        )
+        for dtype, heads, chosen, policy in itertools.product(DTYPES, HEADS, (few, many, None), (0, 2))
     ]
 
 
@@ -40,14 +45,14 @@ def warmup(device: torch.device | str, progress: Progress | None) -> int:
     # a fresh interpreter each: CUDA does not survive a fork, and the parent may have launched already
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(env.warmup_jobs(), context, _compiling_worker) as pool:
-        jobs = {pool.submit(compile_shape, params, target): params for params in todo}
+        jobs = {pool.submit(compile_shape, params, target, chosen): params for params, chosen in todo}
         for done, job in enumerate(as_completed(jobs), start=1):
             job.result()
             if progress is not None:
                 progress(label(jobs[job]), done, len(todo))
     if isinstance(device, torch.device):
-        for params in todo:
-            cases.prologue(cases.make_tensors(params, device, seed=0))
+        for params, chosen in todo:
+            cases.prologue(cases.make_tensors(params, device, seed=0), plan=chosen)
     return len(todo)
 
 
