@@ -32,7 +32,7 @@ def run(
             "--output",
             "-o",
             metavar="DIR",
-            help="Write tables to DIR/<op>/ [default: the operator's configs].",
+            help="Write tables to DIR/OP/ [default: the operator's configs].",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and show, write nothing.")] = False,
