@@ -1,7 +1,7 @@
 """Fill the tables of README.md and of the documentation from the committed result files.
 
-A page holds two comments, `<!-- table:decode -->` and `<!-- /table -->`; what stands between is generated. For the names
-see `source_of`.
+A page holds two comments, `<!-- table:decode -->` and `<!-- /table -->`; what stands between is generated. `source_of`
+says which names there are.
 
     python tools/readme_tables.py            write
     python tools/readme_tables.py --check    exit with 1 if a page differs from what would be written
