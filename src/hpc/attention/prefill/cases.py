@@ -109,20 +109,18 @@ def _scaled(inputs: PrefillInputs, cache: PagedCache, rand: Any) -> PrefillInput
 def attend(inputs: PrefillInputs, **more: Any) -> Any:
     """The public function of the case."""
     params = inputs.params
-    longest = max((n for n, _ in params.lens), default=0)
-    options = {**inputs.options, **more}
-    head: Any = (inputs.q, inputs.k, inputs.v)
+    given: dict[str, Any] = {
+        "q": inputs.q, "cu_seqlens_q": inputs.cu_seqlens, **inputs.options, **more,
+        "max_seqlens_q": max((n for n, _ in params.lens), default=0),
+    }  # fmt: skip
     if params.page_size == 0:
-        return api.attention_prefill_bf16(*head, inputs.seq_lens, inputs.cu_seqlens, longest, **options)
-    assert inputs.block_ids is not None
-    paged: Any = (inputs.cu_seqlens, inputs.block_ids, inputs.seq_lens, longest)
+        return api.attention_prefill_bf16(k=inputs.k, v=inputs.v, seqlens_q=inputs.seq_lens, **given)
+    given |= {"kcache": inputs.k, "vcache": inputs.v, "block_ids": inputs.block_ids}
+    given |= {"seqlens_kvcache": inputs.seq_lens}
     if params.dtype == "bf16":
-        return api.attention_with_kvcache_prefill_bf16(*head, *paged, **options)
-    assert inputs.qscale is not None and inputs.kscale is not None and inputs.vscale is not None
-    scales = (inputs.qscale, inputs.kscale, inputs.vscale)
-    return api.attention_with_kvcache_prefill_fp8(
-        *head, *scales, *paged, quant_type=params.quant_type, **options
-    )
+        return api.attention_with_kvcache_prefill_bf16(**given)
+    given |= {"qscale": inputs.qscale, "kscale": inputs.kscale, "vscale": inputs.vscale}
+    return api.attention_with_kvcache_prefill_fp8(**given, quant_type=params.quant_type)
 
 
 def reference(inputs: PrefillInputs, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,7 +59,8 @@ def _pages(row, keys, block, num_pages, C: gl.constexpr):
     pages = ()
     for i in gl.static_range(NP):
         token = block * C.BN + i * C.PB
-        pages = pages + (gl.load(row + token // C.P, mask=(token < keys) & (block >= 0), other=num_pages),)
+        page = gl.load(row + token // C.P, mask=(token < keys) & (block >= 0), other=num_pages)
+        pages = pages + (page,)  # type: ignore[assignment]
     return pages
 
 
