@@ -88,6 +88,19 @@ def test_json_file_and_choice_of_cases_and_providers(square, tmp_path) -> None:
     assert [(row["case"], row["provider"]) for row in rows] == [("n 32", "hpc")]
 
 
+def test_repeats_are_rows_of_one_run(square, tmp_path) -> None:
+    """The whole list again and again, so that the repeats of a case lie apart in time."""
+    from hpc.bench import compare
+
+    path = tmp_path / "rows.jsonl"
+    arguments = ["bench", "--json", str(path), "--providers", "hpc", "--repeats", "3", *ON_CPU]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    environments, rows = compare.load(path)
+    assert len(environments) == 1 and [row.case for row in rows] == ["n 16", "n 32"] * 3
+    assert [entry.repeats for entry in compare.pool(environments, rows)] == [3, 3]
+
+
 def test_save_goes_to_the_results_folder(square, tmp_path) -> None:
     result = runner.invoke(app, ["bench", "--save", *ON_CPU], env={"HPC_RESULTS_DIR": str(tmp_path)})
     assert result.exit_code == 0, result.output

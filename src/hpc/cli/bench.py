@@ -32,6 +32,12 @@ def run(
     budget_ms: Annotated[
         float, typer.Option("--budget-ms", min=1.0, help="Device time per provider and case.")
     ] = 80.0,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            "--repeats", min=1, help="Go through the cases so often; hpc bench compare pools the rows."
+        ),
+    ] = 1,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random inputs.")] = 0,
     device: Annotated[str | None, typer.Option("--device", help="Such as cuda:0 [default: the GPU].")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List cases and providers, run nothing.")] = False,
@@ -60,6 +66,7 @@ def run(
     if list_:
         _list(jobs)
         return
+    jobs = [(chosen, cases * repeats) for chosen, cases in jobs]
     if not _run(jobs, names, _device(device), json_, save, budget_ms, seed):
         raise typer.Exit(terminal.FAILED)
 
