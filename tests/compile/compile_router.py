@@ -1,4 +1,4 @@
-"""Compile the router's kernels for sm_90a through their own launch code and print what came out, a JSON object a kernel.
+"""Compile the router for sm_90a through its own launch code and print what came out, a JSON object a kernel.
 
 Run in a process of its own, without TRITON_INTERPRET: `python compile_router.py [name ...]`, names of `CASES`.
 """
@@ -86,7 +86,9 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     def listener(*, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
         (ptx,) = (Path(path) for file, path in metadata_group.items() if file.endswith(".ptx"))
         kernel = src.fn.__name__
-        reports.append({"name": name, "kernel": kernel, "triton": triton.__version__, **describe(ptx, metadata)})
+        reports.append(
+            {"name": name, "kernel": kernel, "triton": triton.__version__, **describe(ptx, metadata)}
+        )
 
     model, m, n, k, terms, fields = CASES[name]
     key = plan.Key(warm.TARGET_GPU, True, SMS, m, n, k, terms)

@@ -41,6 +41,10 @@ def s32(bits: Bits) -> Any:
     return bits.astype(np.uint32).view(np.int32).astype(np.int64)
 
 
+def s16(bits: Bits) -> Any:
+    return bits.astype(np.uint16).view(np.int16).astype(np.int64)
+
+
 def s64(bits: Bits) -> Any:
     return bits.view(np.int64)
 
@@ -58,9 +62,18 @@ def to_bits(value: Any, kind: str) -> Bits:
 
 
 READ: dict[str, Callable[[Bits], Any]] = {
-    "f32": f32, "s32": s32, "s64": s64, "u32": lambda b: (b & LOW).astype(np.int64), "u64": lambda b: b,
-    "b16": lambda b: b & U64(0xFFFF), "b32": lambda b: b & LOW, "b64": lambda b: b, "pred": lambda b: b,
-}  # fmt: skip
+    "f32": f32,
+    "s16": s16,
+    "s32": s32,
+    "s64": s64,
+    "u16": lambda bits: (bits & U64(0xFFFF)).astype(np.int64),
+    "u32": lambda bits: (bits & LOW).astype(np.int64),
+    "u64": lambda bits: bits,
+    "b16": lambda bits: bits & U64(0xFFFF),
+    "b32": lambda bits: bits & LOW,
+    "b64": lambda bits: bits,
+    "pred": lambda bits: bits,
+}
 
 
 def quotient(x: Any, y: Any) -> Any:
@@ -227,7 +240,7 @@ class Block:
             outcome = self._step(warp)
             if outcome == "spin":
                 return moved
-            moved = True
+            moved = moved or outcome != "poll"
         return moved
 
     def _step(self, warp: Warp) -> str | None:
@@ -462,7 +475,8 @@ class Block:
         """Load or store `count` words a lane; aligned and in bounds, or an error."""
         size = int(instruction.kinds[-1][1:]) // 8
         word = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size]
-        buffer = self.shared if "shared" in instruction.kinds else self.memory
+        (space,) = (kind for kind in instruction.kinds if kind.startswith(("shared", "global")))
+        buffer = self.memory if space == "global" else self.shared
         addresses = self.address(warp, where)
         loaded = [np.zeros(32, U64) for _ in range(count)]
         for lane in np.nonzero(mask)[0]:
@@ -491,6 +505,7 @@ class Block:
         else:  # try_wait.parity: has the phase of this parity ended?
             ended = self.barriers[place].phase != number
             self.put(warp, operands[0], np.full(32, int(ended), U64), mask)
+            return None if ended else "poll"
         return None
 
     def _cp(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
