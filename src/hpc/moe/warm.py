@@ -58,10 +58,8 @@ def meta_arguments(params: MoeCase) -> Arguments:
         # one element seen as many: a launch that runs nothing reads nothing
         return torch.empty(1, dtype=dtype).expand(shape)
 
-    def packed(*shape: int) -> torch.Tensor:
-        return torch.empty_strided(
-            shape, torch.empty(shape, device="meta").stride(), dtype=torch.float8_e4m3fn
-        )
+    def packed(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+        return torch.empty_strided(shape, torch.empty(shape, device="meta").stride(), dtype=dtype)
 
     blocks = plan.ceil_div
     if params.block:
@@ -70,24 +68,29 @@ def meta_arguments(params: MoeCase) -> Arguments:
         x_scale, act = empty(tokens, blocks(hidden, 128)).contiguous(), None
     else:
         s13, s2, x_scale, act = empty(experts).contiguous(), empty(experts).contiguous(), None, torch.ones(1)
+    wide, given = torch.bfloat16, None
+    x = packed(tokens, hidden, dtype=wide if params.bf16_input else torch.float8_e4m3fn)
+    if params.bf16_input:
+        given, x_scale = None if params.block else torch.ones(1), None
     return Arguments(
-        packed(tokens, hidden), packed(experts, 2 * inter, hidden), packed(experts, hidden, inter), s13, s2,
-        torch.zeros(tokens, params.top_k, dtype=torch.int32), torch.zeros(tokens, params.top_k), x_scale, act, None,
-        None,
+        x, packed(experts, 2 * inter, hidden), packed(experts, hidden, inter), s13, s2,
+        torch.zeros(tokens, params.top_k, dtype=torch.int32), torch.zeros(tokens, params.top_k), x_scale, act,
+        packed(tokens, hidden, dtype=wide) if params.shared else None, None, given,
     )  # fmt: skip
 
 
 def compile_shape(params: MoeCase, target: str, chosen: plan.Plan | None = None) -> None:
     """Compile the launches of one call for `target`, with CPU tensors in the place of the device's."""
     args = meta_arguments(params)
-    key = validate.call("warmup", args, 0, params.experts, params.bf16_mul)
+    gate = (params.activation, params.swiglu_limit, params.swiglu_alpha)
+    key = validate.call("warmup", args, 0, params.experts, params.bf16_mul, *gate)  # type: ignore[arg-type]
     key = replace(
         key, sm90=target.startswith("sm90"), hardware_fp8=int(target[2:].rstrip("a")) >= 89, sms=TARGET_SMS
     )
     scales = tuple(
         (s.shape[1], s.shape[2]) if s.dim() == 3 else (1, 1) for s in (args.w13_scale, args.w2_scale)
     )
-    call = launch.Call(key, chosen or plan.choose(key), 0, 0, False, key.hidden, scales)
+    call = launch.Call(key, chosen or plan.choose(key), 0, 0, params.shared, key.hidden, scales)
     out = torch.empty(args.x.shape, dtype=torch.bfloat16)
     with compiling_for(target):
         call.launch(0, args, 1.0, out, torch.empty(call.layout.size, dtype=torch.uint8))

@@ -1,0 +1,314 @@
+"""Compile the fused MoE's products for sm_90a and run them on the CPU's PTX machine; a JSON object a case.
+
+Run in a process of its own, without TRITON_INTERPRET: `python run_moe.py [name ...]`, names of `CASES`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+WORKERS = 2
+PROGRAMS = 3  # of the products: more items than programs, and items cut between them
+
+# Name -> (tokens, experts, hidden, inter, block scales, tile, boxes, warps, producer warps, shared order).
+CASES: dict[str, tuple[int, int, int, int, bool, int, int, int, int, bool]] = {
+    "tensor cut": (9, 3, 512, 192, False, 8, 2, 4, 1, False),
+    "block cut": (9, 3, 512, 192, True, 8, 2, 4, 1, False),
+    "tensor in turn": (9, 3, 384, 128, False, 8, 1, 4, 2, True),
+    "block in turn": (9, 3, 384, 128, True, 8, 1, 4, 2, True),
+    "tensor I = 80, H = 192": (9, 3, 192, 80, False, 16, 2, 4, 2, False),
+    "block H = 192": (9, 3, 192, 64, True, 16, 2, 4, 2, False),
+    "block tile 64": (40, 2, 256, 128, True, 64, 1, 8, 4, False),
+    "tensor tile 128": (70, 2, 256, 64, False, 128, 1, 8, 4, False),
+}
+# The two kernels for a handful of tokens: (tokens, experts, hidden, inter, block scales).
+TINY: dict[str, tuple[int, int, int, int, bool]] = {
+    "tiny tensor": (2, 3, 256, 48, False),
+    "tiny block": (2, 3, 256, 144, True),
+}
+
+
+def main(names: list[str]) -> None:
+    # a fresh interpreter each: a kernel keeps what it was first compiled for
+    with multiprocessing.get_context("spawn").Pool(WORKERS, maxtasksperchild=1) as pool:
+        for result in pool.imap_unordered(run_case, names, chunksize=1):
+            print(json.dumps(result), flush=True)
+
+
+class Memory:
+    """Global memory of the machine: tensors at multiples of 4 KiB."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.bytes = np.zeros(16 << 20, np.uint8)
+        self.end = 4096
+
+    def put(self, tensor: Any) -> int:
+        """Address of a copy."""
+        import torch
+
+        stored = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+        address = self.end
+        self.bytes[address : address + stored.size] = stored
+        self.end = address + -(-stored.size // 4096) * 4096
+        return address
+
+    def get(self, address: int, like: Any) -> Any:
+        import torch
+
+        count = like.numel() * like.element_size()
+        return (
+            torch.from_numpy(self.bytes[address : address + count].copy()).view(like.dtype).view(like.shape)
+        )
+
+
+def compiled(params: Any, chosen: Any) -> dict[str, str]:
+    """Kernel -> PTX of the launches of one call."""
+    import triton
+
+    from hpc.moe import warm
+
+    texts: dict[str, str] = {}
+
+    def listener(*, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
+        (ptx,) = (Path(path) for file, path in metadata_group.items() if file.endswith(".ptx"))
+        texts[src.fn.__name__] = ptx.read_text()
+
+    with mock.patch.object(triton.knobs.compilation, "listener", listener):
+        warm.compile_shape(params, "sm90", chosen)
+    return texts
+
+
+def index_of(ids: Any, experts: int, tile: int) -> dict[str, Any]:
+    """The tile list as the index build makes it."""
+    import torch
+
+    flat = ids.flatten().long()
+    pair = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=experts)
+    tiles, start = [], 0
+    for expert, count in enumerate(counts.tolist()):
+        tiles += [(expert, start + first, min(tile, count - first)) for first in range(0, count, tile)]
+        start += count
+    columns = [torch.tensor(column, dtype=torch.int32) for column in zip(*tiles, strict=True)]
+    named = dict(zip(("expert", "start", "rows"), columns, strict=True))
+    return {**named, "num_tiles": torch.tensor([len(tiles)], dtype=torch.int32), "pair": pair.to(torch.int32)}
+
+
+def run_case(name: str) -> dict[str, Any]:
+    """Both products on random inputs: activations and results of all pairs against float64."""
+    import torch
+    import triton
+
+    from hpc.moe import cases, plan
+    from hpc.moe.case_lists import MoeCase
+
+    torch.set_num_threads(1)
+    if name in TINY:
+        return {"name": name, "triton": triton.__version__, **tiny(name)}
+    tokens, experts, hidden, inter, block, tile, boxes, warps, producers, in_turn = CASES[name]
+    params = MoeCase(tokens, experts, hidden, inter, top_k=2, block=block)
+    inputs = cases.make_inputs(params, "cpu", len(name))
+    key = replace(cases.key_of(inputs), sm90=True, hardware_fp8=True)
+    up = plan.Product(128, boxes, 3, warps, producers, 1, in_turn)
+    box = 64 if 0 < inter % 128 <= 64 else 128
+    down = plan.Product(box, 1 if block or box == 128 else 2, 2, warps, 1, 1, in_turn)
+    chosen = plan.Plan("sm90", tile, 16, True, up, down)
+    assert plan.is_legal(chosen, key) is None, plan.is_legal(chosen, key)
+    texts = compiled(params, chosen)
+    memory, index = Memory(), index_of(inputs.topk_ids, experts, tile)
+    places = {field: memory.put(tensor) for field, tensor in index.items()}
+    act, a_scale, a_codes = gate_up(texts, inputs, key, chosen, places, memory)
+    y = down_product(texts, inputs, key, chosen, places, memory, a_codes, a_scale)
+    return {"name": name, "triton": triton.__version__, **errors(inputs, index, act, a_scale, a_codes, y)}
+
+
+def numbers(ptx: str, count: int) -> tuple[list[int], int]:
+    """(parameters that are tensor maps, the first of the last `count` arguments)."""
+    declared = re.findall(r"\.param (.*?) \S*_param_(\d+)(\[128\])?", ptx)
+    return [int(number) for _, number, is_map in declared if is_map], len(
+        declared
+    ) - count - 2  # two scratch pointers
+
+
+def gate_up(
+    texts: Any, inputs: Any, key: Any, chosen: Any, places: Any, memory: Memory
+) -> tuple[Any, Any, Any]:
+    """(row stride, scales, codes) of the activations, all poisoned before."""
+    import torch
+    from ptx_moe import launch
+
+    ptx = texts["_moe_gate_up_sm90_kernel"]
+    stride = -(-key.inter // 16) * 16
+    codes = torch.full((key.pairs, stride), 0x7F, dtype=torch.uint8)
+    scales = torch.full((key.groups, key.pairs), torch.nan)
+    halves = 2 if key.block_scales else 1
+    counters = memory.put(torch.zeros(4096, dtype=torch.int32))
+    parts = memory.put(torch.full((2 * PROGRAMS * halves, 128 * chosen.tile), torch.nan))
+    at = memory.put(codes), memory.put(scales)
+    zero = torch.zeros(1)
+    pointers = [
+        memory.put(zero if t is None else t)
+        for t in (inputs.x, inputs.x_scale, inputs.w13_scale, inputs.act_scale)
+    ]
+    lists = [places[name] for name in ("expert", "start", "rows", "num_tiles", "pair")]
+    cols = inputs.w13_scale.shape[2] if key.block_scales else 1
+    rows = inputs.w13_scale.shape[1] if key.block_scales else 1
+    arguments = (
+        *pointers,
+        *lists,
+        counters,
+        parts,
+        *at,
+        key.pairs,
+        key.top_k,
+        stride,
+        -(-key.hidden // 128),
+        rows,
+        cols,
+    )
+    (number,), first = numbers(ptx, len(arguments))
+    view = (
+        inputs.w13.view(torch.uint8)
+        .view(key.num_experts, 2, key.inter // 8, 8, key.hidden)
+        .permute(0, 2, 1, 3, 4)
+    )
+    maps = {number: (view.numpy(), (1, 8, 2, 8, 128))}
+    order = [2, 0, 1] if not chosen.up.shared_order else None  # the last to arrive is not the last by number
+    launch(ptx, (PROGRAMS, 1, 1), {first + i: a for i, a in enumerate(arguments)}, memory.bytes, maps, order)
+    return stride, memory.get(at[1], scales), memory.get(at[0], codes)
+
+
+def down_product(texts: Any, inputs: Any, key: Any, chosen: Any, places: Any, memory: Memory, codes: Any,
+                 a_scale: Any) -> Any:  # fmt: skip
+    """y [pairs, H], poisoned before."""
+    import torch
+    from ptx_moe import launch
+
+    ptx = texts["_moe_down_sm90_kernel"]
+    y = torch.full((key.pairs, key.hidden), torch.nan, dtype=torch.bfloat16)
+    out = memory.put(y)
+    lists = [places[name] for name in ("expert", "start", "rows", "num_tiles", "pair")]
+    rows, cols = inputs.w2_scale.shape[1:] if key.block_scales else (1, 1)
+    arguments = (memory.put(inputs.w2_scale), memory.put(a_scale), *lists, out, key.pairs, rows, cols)
+    (w_number, a_number), first = numbers(ptx, len(arguments))
+    box = chosen.down.box
+    maps = {
+        w_number: (inputs.w2.view(torch.uint8).numpy(), (1, 128, box)),
+        a_number: (codes[:, : key.inter].numpy(), (chosen.tile, box)),
+    }
+    launch(ptx, (PROGRAMS, 1, 1), {first + i: a for i, a in enumerate(arguments)}, memory.bytes, maps)
+    return memory.get(out, y)
+
+
+def errors(inputs: Any, index: Any, stride: int, a_scale: Any, codes: Any, y: Any) -> dict[str, Any]:
+    """Codes that differ from float64's, by how many steps at most, and the error of y computed from the codes."""
+    import torch
+
+    from hpc.moe.reference import activation, expand_blocks, requantise, to_bf16
+
+    params = inputs.params
+    inter, block = params.inter, params.block
+    x = inputs.x.double()
+    if block:
+        x = x * inputs.x_scale.double().repeat_interleave(128, 1)[:, : params.hidden]
+    got_y, want_y, flips, far = [], [], 0, 0.0
+    for row, pair in enumerate(index["pair"].tolist()):
+        expert = int(inputs.topk_ids.view(-1)[pair])
+        w13, w2 = inputs.w13[expert].double(), inputs.w2[expert].double()
+        if block:
+            w13 = w13 * expand_blocks(inputs.w13_scale[expert].double(), 2 * inter, params.hidden)
+            w2 = w2 * expand_blocks(inputs.w2_scale[expert].double(), params.hidden, inter)
+        h = x[pair // params.top_k] @ w13.T * (1.0 if block else inputs.w13_scale[expert].double())
+        h = to_bf16(h)[None]
+        value = activation(h[:, :inter], h[:, inter:], params.bf16_mul and not block)
+        want, scale = requantise(value, inputs.act_scale)
+        a = codes[row, :inter].view(torch.float8_e4m3fn).double()
+        different = (a != want[0]).nonzero().flatten()
+        flips += len(different)
+        for i in different.tolist():
+            far = max(far, float((a[i] - want[0, i]).abs() / want[0, i].abs().clamp_min(2.0**-6)))
+        if scale is not None:
+            kernel = a_scale[:, row].double().repeat_interleave(128)[:inter]
+            far = max(far, float(((kernel - scale[0]) / scale[0]).abs().max()) * 100)
+            a = a * kernel
+        result = a @ w2.T * (1.0 if block else inputs.w2_scale[expert].double())
+        want_y.append(result)
+        got_y.append(y[pair].double())
+    got, wanted = torch.stack(got_y), torch.stack(want_y)
+    return {
+        "flips": flips / codes[:, :inter].numel(),
+        "far": far,
+        "nan": int(got.isnan().sum()),
+        "rms": float((got - wanted).norm() / wanted.norm()),
+    }
+
+
+def tiny(name: str) -> dict[str, Any]:
+    """The whole layer, with an id of nobody, a weight of 0, a factor and a shared output."""
+    import torch
+    from ptx_moe import launch
+
+    from hpc.moe import cases, plan
+    from hpc.moe.case_lists import MoeCase
+
+    tokens, experts, hidden, inter, block = TINY[name]
+    params = MoeCase(tokens, experts, hidden, inter, top_k=4, block=block, shared=True, factor=1.5)
+    inputs = cases.make_inputs(params, "cpu", len(name))
+    inputs.topk_ids[0, 1], inputs.topk_ids[1, 2] = -1, 7
+    inputs.topk_scale[0, 1] = torch.nan
+    inputs.topk_scale[0, 2] = 0.0
+    sizes = plan.Tiny(4, 128, 2, 32, 4)
+    texts = compiled(params, plan.Plan("tiny", 16, 16, True, tiny=sizes))
+    memory, pairs = Memory(), 4 * tokens
+    zero = torch.zeros(1)
+    put = {field: memory.put(zero if tensor is None else tensor) for field, tensor in vars(inputs).items()
+           if isinstance(tensor, torch.Tensor) or tensor is None}  # fmt: skip
+    act = memory.put(torch.full((pairs, inter), 0x7F, dtype=torch.uint8))
+    if block:
+        act = memory.put(torch.full((pairs, inter), torch.nan))
+    out = torch.full((tokens, hidden), torch.nan, dtype=torch.bfloat16)
+    at = memory.put(out)
+    (rows, cols), (rows2, cols2) = (
+        tuple(s.shape[1:]) if block else (1, 1) for s in (inputs.w13_scale, inputs.w2_scale)
+    )
+    up = (put["x"], put["x_scale"], put["w13"], put["w13_scale"], put["act_scale"], put["topk_ids"], act, experts, 0,
+          -(-hidden // 128), rows, cols)  # fmt: skip
+    down = (act, put["w2"], put["w2_scale"], put["topk_ids"], put["topk_scale"], put["shared_output"], at, experts, 0,
+            rows2, cols2, hidden, params.factor)  # fmt: skip
+    grids = ((inter // sizes.up_rows, pairs, 1), (hidden // sizes.down_cols, tokens, 1))
+    for kernel, grid, arguments in zip(("up", "down"), grids, (up, down), strict=True):
+        ptx = texts[f"_moe_tiny_{kernel}_kernel"]
+        given = [a for a, kept in zip(arguments, kept_arguments(kernel, arguments), strict=True) if kept]
+        _, first = numbers(ptx, len(given))
+        assert first == 0, (kernel, first, given)
+        launch(ptx, grid, dict(enumerate(given)), memory.bytes, {})
+    got, want = memory.get(at, out).double(), cases.reference(inputs)
+    return {
+        "flips": 0.0,
+        "far": 0.0,
+        "nan": int(got.isnan().sum()),
+        "rms": float((got - want).norm() / want.norm()),
+    }
+
+
+def kept_arguments(kernel: str, arguments: tuple[Any, ...]) -> list[bool]:
+    """Whether an argument is one of the compiled kernel: Triton builds integers of 1 in, where it may."""
+    free = {"up": (7, 8), "down": (7, 8, 12)}[
+        kernel
+    ]  # num_experts, first_expert, factor are never specialised
+    return [i in free or a != 1 or i < 7 for i, a in enumerate(arguments)]
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # before a worker imports Triton
+    main(sys.argv[1:] or [*CASES, *TINY])
