@@ -158,18 +158,11 @@ def test_hpc_ops_fp8_through_the_prologue(mode: str, backend_module: Any, device
 # --- hpc_ops MoE and router ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["per_tensor", "block"])
-def test_hpc_ops_moe_runner(kind: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """`fused_experts_none_to_hpc_ops` with the payload that `Fp8MoEMethod` makes, routed scaling included."""
+def moe_call(kind: str, device: torch.device) -> tuple[tuple[Any, Any, Any], torch.Tensor]:
+    """(dispatch output, payload that `Fp8MoEMethod` makes, configuration) of rank 1 of 2, and float64's answer."""
     import test_moe_calls as moe
 
-    need("fuse_moe", "fuse_moe_blockwise")
     module = importlib.import_module("sglang.srt.layers.moe.moe_runner.hpc_ops")
-    kernels = importlib.import_module("sglang.kernels.ops.quantization.fp8_kernel")
-    if device.type == "cpu":
-        monkeypatch.setattr(kernels, "sglang_per_token_group_quant_fp8", lambda x, _: moe.quantise_groups(x))
-        quant = lambda x, scale: (to_fp8(x.float() / scale), scale)  # noqa: E731
-        monkeypatch.setattr(kernels, "scaled_fp8_quant", quant, raising=False)
     layer = moe.LAYERS[kind](4, 256, moe.INTER[kind], device, rank=1, total=8)
     common = {"w13_weight": layer.w13, "w2_weight": layer.w2, "global_num_experts": 8}
     if version() == "0.5.17":
@@ -195,8 +188,59 @@ def test_hpc_ops_moe_runner(kind: str, monkeypatch: pytest.MonkeyPatch, device: 
     topk, ids = moe.routing(7, 4, 8, device, padded=2)
     x = moe.hidden(7, 256, device)
     dispatch = types.SimpleNamespace(hidden_states=x, topk_output=(topk, ids, None))
-    out = module.fused_experts_none_to_hpc_ops(dispatch, info, config).hidden_states
-    assert rms(out, moe.expected(layer, x, topk, ids) * 2.5) < moe.RMS
+    return (dispatch, info, config), moe.expected(layer, x, topk, ids) * 2.5
+
+
+@pytest.mark.parametrize("kind", ["per_tensor", "block"])
+def test_hpc_ops_moe_runner(kind: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """`fused_experts_none_to_hpc_ops`, routed scaling included."""
+    import test_moe_calls as moe
+
+    need("fuse_moe", "fuse_moe_blockwise")
+    module = importlib.import_module("sglang.srt.layers.moe.moe_runner.hpc_ops")
+    kernels = importlib.import_module("sglang.kernels.ops.quantization.fp8_kernel")
+    if device.type == "cpu":
+        monkeypatch.setattr(kernels, "sglang_per_token_group_quant_fp8", lambda x, _: moe.quantise_groups(x))
+        quant = lambda x, scale: (to_fp8(x.float() / scale), scale)  # noqa: E731
+        monkeypatch.setattr(kernels, "scaled_fp8_quant", quant, raising=False)
+    arguments, want = moe_call(kind, device)
+    out = module.fused_experts_none_to_hpc_ops(*arguments).hidden_states
+    assert rms(out, want) < moe.RMS
+
+
+@pytest.mark.parametrize("kind", ["per_tensor", "block"])
+def test_moe_plugin_through_the_runners_pool(
+    kind: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """`hpc_moe`: nothing unless named; then the pool hands out one call that quantises and scales inside."""
+    import test_moe_calls as moe
+
+    from hpc.integrations import sglang_moe
+
+    need("fuse_moe", "fuse_moe_blockwise")
+    module = importlib.import_module("sglang.srt.layers.moe.moe_runner.hpc_ops")
+    base = importlib.import_module("sglang.srt.layers.moe.moe_runner.base")
+    hooks = importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry
+    monkeypatch.setattr(hooks, "_hooks", type(hooks._hooks)(list))
+    monkeypatch.setattr(hooks, "_patched", set())
+    monkeypatch.setattr(base.FusedOpPool, "get_fused_func", base.FusedOpPool.__dict__["get_fused_func"])
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    for names, want in (
+        ("", module.fused_experts_none_to_hpc_ops),
+        ("hpc, hpc_moe", sglang_moe.fused_experts),
+    ):
+        if names:
+            monkeypatch.setenv("SGLANG_PLUGINS", names)
+        sglang_moe.register()
+        hooks.apply_hooks()
+        assert base.FusedOpPool.get_fused_func("none", "hpc_ops") is want
+    assert base.FusedOpPool.get_fused_func("none", "no_such_runner") is None
+    arguments, expected_output = moe_call(kind, device)
+    out = sglang_moe.fused_experts(*arguments).hidden_states
+    assert out.dtype == torch.bfloat16 and rms(out, expected_output) < moe.RMS
+    arguments[2].swiglu_limit = 7.0
+    with pytest.raises(ValueError, match="swiglu_limit"):
+        sglang_moe.fused_experts(*arguments)
 
 
 def test_router_gemm(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

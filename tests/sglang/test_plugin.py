@@ -84,7 +84,10 @@ def test_register_adds_name_and_choice_once(sglang: types.SimpleNamespace) -> No
 
 def test_entry_point_is_declared(root) -> None:  # type: ignore[no-untyped-def]
     text = (root / "pyproject.toml").read_text()
-    assert '[project.entry-points."sglang.srt.plugins"]\nhpc = "hpc.integrations.sglang:register"' in text
+    group = '[project.entry-points."sglang.srt.plugins"]'
+    names = {"hpc": "sglang:register", "hpc_moe": "sglang_moe:register"}
+    lines = "\n".join([group, *(f'{name} = "hpc.integrations.{value}"' for name, value in names.items())])
+    assert lines in text
 
 
 REFUSED = {

@@ -178,6 +178,7 @@ class HpcAttention:
         step, options = self._begin(k, v, layer, forward_batch, save_kv_cache, kwargs)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         keys, values, table = self._paged(layer, step)
+        assert step.cu_seqlens_q is not None
         rest = (step.cu_seqlens_q, table, step.seq_lens, step.longest)
         if self.fp8:
             codes, q_scale = hpc.quantize_query_fp8(queries, step.cu_seqlens_q, step.longest)
