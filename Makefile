@@ -72,8 +72,8 @@ bench: $(SETUP)
 	$(MAKE) tables
 
 tables: $(SETUP)
-	$(RUN) tools/readme_tables.py
 	$(REPORT)
+	$(RUN) tools/readme_tables.py
 
 docs: $(DOCS_SETUP)
 	$(MKDOCS) --site-dir site

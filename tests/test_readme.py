@@ -144,7 +144,8 @@ def test_every_operator_has_a_page(root: Path) -> None:
         text = pages[mine[0]]
         missing = [function for function in registry.get(name).functions if f"- {function}\n" not in text]
         assert not missing, f"{mine[0].name} does not list {missing}"
-        assert "<!-- table:" in text, f"{mine[0].name}: no place for the measured table"
+        for kind in ("diagram", "bars", "table"):
+            assert f"<!-- {kind}:" in text, f"{mine[0].name}: no place for the {kind}"
         assert f"operators/{mine[0].name}" in navigation
 
 

@@ -1,7 +1,10 @@
-"""Fill the tables of README.md and of the documentation from the committed result files.
+"""Fill the generated parts of README.md and of the documentation.
 
-A page holds two comments, `<!-- table:decode -->` and `<!-- /table -->`; what stands between is generated. `source_of`
-says which names there are.
+A page holds two comments, for example `<!-- table:decode -->` and `<!-- /table -->`; what stands between is generated:
+
+    table:decode      the operator's measured cases with a target; `table:decode-all`: all of them
+    bars:decode       its images of the report, for pages in docs/operators
+    diagram:decode    the diagram of the README in its folder
 
     python tools/readme_tables.py            write
     python tools/readme_tables.py --check    exit with 1 if a page differs from what would be written
@@ -26,7 +29,9 @@ from hpc.common import registry  # noqa: E402
 
 PAGES = ("README.md", "docs", "src")
 GPU = "H200"
-MARKED = re.compile(r"(<!-- table:(?P<name>[\w.-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- (?P<kind>table|bars|diagram):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind) -->)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -78,17 +83,43 @@ def render(source: Source, results: Path) -> str:
     return "".join(text)
 
 
+def bars(source: Source) -> str:
+    """Links to the report's images, or nothing where there are none."""
+    names = sorted(
+        path.name for path in (ROOT / "docs" / "measured").glob(f"{source.gpu}-{source.op}-[0-9]*.png")
+    )
+    what = f"{source.op} on {source.gpu}: ratio to rivals, fraction of the floor"
+    return "".join(f"![{what}](../measured/{name})\n\n" for name in names)
+
+
+def diagram(source: Source) -> str:
+    """The first code block of the operator's README."""
+    folder = ROOT / "src" / Path(*registry.OPERATORS[source.op].split(".")[:-1])
+    found = re.search(
+        r"^```\n.*?^```\n", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    if found is None:
+        raise ValueError(f"{folder}/README.md has no diagram")
+    return found[0]
+
+
 def fill(page: str, results: Path) -> str:
-    """The page with every table replaced; KeyError for a table of no operator."""
+    """The page with every generated part replaced; KeyError for one of no operator."""
 
     def replaced(match: re.Match[str]) -> str:
-        return f"{match[1]}{render(source_of(match['name']), results)}{match[3]}"
+        source = source_of(match["name"])
+        text = {
+            "table": lambda: render(source, results),
+            "bars": lambda: bars(source),
+            "diagram": lambda: diagram(source),
+        }
+        return f"{match[1]}{text[match['kind']]()}{match[4]}"
 
     return MARKED.sub(replaced, page)
 
 
 def pages() -> list[Path]:
-    """Markdown files that may hold tables."""
+    """Markdown files that may hold generated parts."""
     found: list[Path] = []
     for name in PAGES:
         path = ROOT / name
@@ -98,7 +129,7 @@ def pages() -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Fill the tables of README.md and docs from result files.")
+    parser = argparse.ArgumentParser(description="Fill the generated parts of README.md and docs.")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 if a page is out of date"
     )
@@ -113,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not check:
             path.write_text(after, encoding="utf-8")
     for name in stale:
-        print(f"{name}: tables are out of date; run `make tables`" if check else f"{name}: tables written")
+        print(f"{name}: generated parts are out of date; run `make tables`" if check else f"{name}: written")
     return 1 if check and stale else 0
 
 
