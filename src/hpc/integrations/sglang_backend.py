@@ -182,8 +182,9 @@ class HpcAttention:
         rest = (step.cu_seqlens_q, table, step.seq_lens, step.longest)
         if self.fp8:
             codes, q_scale = hpc.quantize_query_fp8(queries, step.cu_seqlens_q, step.longest)
+            k_scale, v_scale = self._kv_scales(layer)
             out = hpc.attention_with_kvcache_prefill_fp8(
-                codes, keys, values, q_scale, *self._kv_scales(layer), *rest, **options
+                codes, keys, values, q_scale, k_scale, v_scale, *rest, **options
             )
         else:
             out = hpc.attention_with_kvcache_prefill_bf16(queries, keys, values, *rest, **options)

@@ -1,8 +1,8 @@
 """SGLang plugin `hpc_moe`: the experts of `--moe-runner-backend hpc_ops` with quantisation and routed scaling inside.
 
 SGLang's runner quantises the hidden states with a kernel of its own, calls `hpc.fuse_moe` or `hpc.fuse_moe_blockwise`,
-and multiplies the result by the model's routed scaling factor. Here one call does all three. It is used only where asked
-for by name, with SGLang's own switch:
+and multiplies the result by the model's routed scaling factor. Here one call does all three. It is used only where
+asked for by name, with SGLang's own switch:
 
     SGLANG_PLUGINS=hpc,hpc_moe sglang serve MODEL --moe-runner-backend hpc_ops ...
 
@@ -10,8 +10,8 @@ What SGLang's runner refuses is refused here in the same words. The hook is one 
 SGLang is changed.
 
 What has run, on a CPU, where operators compute their reference: the function with the payloads of SGLang 0.5.17 and
-0.5.23, through their hook registry and runner pool (tests/sglang). What has not: this in an SGLang server, on a GPU, and
-whether it is faster there.
+0.5.23, through their hook registry and runner pool (tests/sglang). What has not: this in an SGLang server, on a GPU,
+and whether it is faster there.
 """
 
 from __future__ import annotations
