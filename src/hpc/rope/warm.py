@@ -23,8 +23,8 @@ DTYPES = ("fp8", "bf16")
 
 
 def shapes() -> list[tuple[RopeCase, plan.Plan]]:
-    """Head dim 128, page 64, NeoX over all dims; both dtypes, prefill (few tokens and many) and decode, with and without
-    a norm before."""
+    """Head dim 128, page 64, NeoX over all dims; both dtypes, prefill (few tokens and many) and decode, with and
+    without a norm before."""
     few, many = (plan.choose(plan.Key(tokens, 8, 1, 128, 128)) for tokens in (1, 1 << 20))
     return [
         (
