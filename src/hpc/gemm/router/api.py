@@ -141,7 +141,8 @@ def router_topk(
 
     Args:
         x: BF16 [m, k], inner dim packed.
-        weight: float32 [num_experts, k], split and kept by `split_router_weight`, or its result.
+        weight: float32 [num_experts, k], split and kept by `split_router_weight`, or its result; under torch.compile
+            only the latter.
         top_k: experts a token, up to 64.
         scoring: "softmax" or "sigmoid".
         bias: float32 or BF16 [num_experts], a correction for the choice only.
@@ -162,6 +163,11 @@ def router_topk(
     Source: DeepSeek-V2 and V3 (2024), Qwen3 (2025) and LongCat-Flash (2025) technical reports.
     """
     if isinstance(weight, torch.Tensor):
+        if torch.compiler.is_compiling():
+            fail(
+                "router_topk", "weight", expected="a RouterWeight while torch.compile traces", got="a tensor",
+                remedy="Call hpc.split_router_weight(weight) once, outside of the traced function.",
+            )  # fmt: skip
         validate.weight("router_topk", weight, terms, DEFAULT_SCALE)
         weight = weights_module.cached_split("router_topk", weight, terms, DEFAULT_SCALE)
     if not isinstance(weight, RouterWeight):
