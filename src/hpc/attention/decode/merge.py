@@ -112,7 +112,7 @@ def _merge_kernel(
             m = m_new
         if LSE:
             if tl.program_id(2) == 0:
-                lse = tl.where(l > 0, (m + tl.log2(tl.maximum(l, 1e-38))) / _LOG2E, float("-inf"))
+                lse = tl.where(l > 0, (m + tl.log2(tl.where(l > 0, l, 1.0))) / _LOG2E, float("-inf"))
                 tl.store(lse_ptr + (b * S + rows // G) * HQ + head, lse, mask=live)
         scale = tl.where(l > 0, 1.0 / tl.where(l > 0, l, 1.0), 0.0)
         if VSCALE == 1:
