@@ -92,7 +92,7 @@ def build_index(
     """Launch the index build of `route.py` for its rows and totals; its tile list is dropped."""
     pairs, bins = ids.numel(), totals.numel()
     fused = pairs <= plan.FUSED_PAIRS
-    chunk = max(16, min(plan.power_of_two(pairs), 128 if pairs <= 8192 else 256))
+    chunk = plan.index_chunk(pairs)
     chunks, max_tiles = plan.ceil_div(pairs, chunk), min(pairs, experts + pairs // tile)
     index, stream = ids.device.index, raw_stream(ids.device.index)
     pdl = arch.is_hopper(ids.device)

@@ -183,11 +183,16 @@ def is_legal(plan: Plan, key: Key) -> str | None:
     return None
 
 
+def index_chunk(pairs: int) -> int:
+    """Pairs a program of the index build places. It compares all of them with one another: 128 registers a thread at
+    128 pairs and four warps, so a larger chunk would spill."""
+    return max(16, min(power_of_two(pairs), 128))
+
+
 def choose(key: Key) -> Plan:
     """The analytic choice."""
     fused = key.pairs <= FUSED_PAIRS
-    # the pairwise comparison inside a chunk is quadratic; more than 128 pairs a chunk pay off only with many chunks
-    chunk = max(16, min(power_of_two(key.pairs), 128 if key.pairs <= 8192 else 256))
+    chunk = index_chunk(key.pairs)
     rows = key.rows_per_expert
     if key.sm90 and key.pairs <= TINY_PAIRS and key.inter <= TINY_INTER and key.top_k <= TINY_TOP_K:
         return Plan("tiny", 16, chunk, fused, tiny=Tiny(4, 1024, 4, 32, 8))
