@@ -11,8 +11,9 @@ import torch
 from hpc.attention.prefill import api, case_lists, plan
 from hpc.attention.prefill.case_lists import PrefillCase
 from hpc.attention.prefill.reference import prefill_reference
-from hpc.bench.providers import Provider
+from hpc.bench.providers import CannotRun, Provider
 from hpc.bench.rivals import prefill as rivals
+from hpc.common import arch
 from hpc.common.operator import Case, Floor, Progress, Tolerance
 from hpc.testing import PagedCache, make_paged_cache
 
@@ -227,6 +228,9 @@ class PrefillOperator:
         own = [
             Provider("hpc", lambda inputs: lambda: attend(inputs)),
             Provider("hpc/portable", _portable, note="the kernel of any GPU", tolerance=_portable_tolerance),
+            Provider(
+                "hpc/sm90", _sm90, note="the Gluon kernel, whatever `choose` takes", tolerance=_sm90_tolerance
+            ),
         ]
         return {p.name: p for p in (*own, *rivals.providers())}
 
@@ -244,6 +248,19 @@ def _portable(inputs: PrefillInputs) -> Any:
 
 def _portable_tolerance(inputs: PrefillInputs) -> Tolerance:
     return tolerance(inputs.params)
+
+
+def _sm90(inputs: PrefillInputs) -> Any:
+    key = key_of(inputs.params, sm90=arch.is_hopper(inputs.q.device))
+    chosen = plan.sm90(key)
+    why = plan.is_legal(chosen, key)
+    if why is not None:
+        raise CannotRun(why)
+    return lambda: attend(inputs, plan=chosen)
+
+
+def _sm90_tolerance(inputs: PrefillInputs) -> Tolerance:
+    return tolerance(inputs.params, plan.sm90(key_of(inputs.params, sm90=True)))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -78,13 +79,15 @@ def _counts_agree(
     rows, batch = q.shape[0], seq_lens.shape[0]
     if cu_seqlens.shape != (batch + 1,) or (output is not None and output.shape[0] != rows) or not rows:
         return False
-    if type(max_seqlens_q) is int:
-        if max_seqlens_q < 0:
+    if isinstance(max_seqlens_q, torch.Tensor):
+        if max_seqlens_q.numel() != 1:
             return False
-        if qscale is not None and qscale.shape[2] < min(max_seqlens_q, rows):
+    else:
+        longest = operator.index(max_seqlens_q)
+        if longest < 0 or type(max_seqlens_q) is bool:
             return False
-    elif not isinstance(max_seqlens_q, torch.Tensor) or max_seqlens_q.numel() != 1:
-        return False
+        if qscale is not None and qscale.shape[2] < min(longest, rows):
+            return False
     if qscale is not None and (
         qscale.shape[:2] != (batch, q.shape[1]) or (qscale.shape[2] > 1 and qscale.stride(2) != 1)
     ):

@@ -53,6 +53,18 @@ def _probability_operand(p, FP8: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def _page_ids(page_ids_ptr, j, keys, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page of key block j, or of each of its keys where pages are smaller; -1 past the live range, never read."""
+    if PAGE == 0:
+        return 0
+    elif PAGE >= BLOCK_N:
+        return tl.load(page_ids_ptr + j * BLOCK_N // PAGE, mask=j * BLOCK_N < keys, other=-1)
+    else:
+        n = j * BLOCK_N + tl.arange(0, BLOCK_N)
+        return tl.load(page_ids_ptr + n // PAGE, mask=n < keys, other=-1)
+
+
+@triton.jit
 def _attend(
     acc, m, l, q, row_scale, position, block, last_block, keys, first_row, page_ids_ptr, k_ptr, v_ptr, kscale_ptr,
     num_pages, stride_k_page, stride_k_tok, stride_v_page, stride_v_tok, stride_ks_page, stride_ks_row, window,
@@ -66,24 +78,21 @@ def _attend(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_v = tl.arange(0, BLOCK_DV)
+    ahead = _page_ids(page_ids_ptr, block, keys, PAGE, BLOCK_N)
     for j in tl.range(block, last_block, num_stages=STAGES):
         n = j * BLOCK_N + offs_n
         live = n < keys
-        # The page id: one a block, or one a key where pages are smaller. Entries past the live range are never read;
-        # an id that names no page reads as a page of zeros.
+        # Page ids come one block early: the copies of K and V then depend on no load of their own iteration, which the
+        # pipeliner would wait for. An id that names no page reads as a page of zeros.
+        page = ahead
+        ahead = _page_ids(page_ids_ptr, j + 1, keys, PAGE, BLOCK_N)
         if PAGE == 0:
             real = live
             k_rows = (first_row + n).to(tl.int64) * stride_k_tok
             v_rows = (first_row + n).to(tl.int64) * stride_v_tok
         else:
-            if PAGE >= BLOCK_N:
-                page = tl.load(page_ids_ptr + j * BLOCK_N // PAGE, mask=j * BLOCK_N < keys, other=-1).to(
-                    tl.int64
-                )
-                real = live & (page >= 0) & (page < num_pages)
-            else:
-                page = tl.load(page_ids_ptr + n // PAGE, mask=live, other=-1).to(tl.int64)
-                real = (page >= 0) & (page < num_pages)
+            page = page.to(tl.int64)
+            real = live & (page >= 0) & (page < num_pages)
             row = n % PAGE
             if WIDE:
                 row = row.to(tl.int64)

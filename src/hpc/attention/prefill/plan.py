@@ -109,9 +109,13 @@ def sm90(key: Key) -> Plan:
 def portable(key: Key) -> Plan:
     """The portable kernel for a call."""
     wide = max(key.head_dim, key.v_dim) > 128
-    # 128 rows share each load of K and V; with a head dim over 128 the accumulators allow 64.
-    block_m = 64 if wide else 128
-    return Plan("portable", pack_of(key.group, 16), block_m, 64, 4 if block_m == 64 and not wide else 8, 2)
+    # 128 rows share each load of K and V; with a head dim over 128 the accumulators allow 64. Three blocks in flight:
+    # the next one's copies run under this one's products. GPUs between SM80 and SM90 may have 99 KiB only, too little
+    # for three blocks of 64 keys of 256.
+    small = wide and not key.sm90
+    return Plan(
+        "portable", pack_of(key.group, 16), 64 if wide else 128, 32 if small else 64, 8, 2 if small else 3
+    )
 
 
 def bound(tokens: int, batch: int, tile_tokens: int) -> int:
