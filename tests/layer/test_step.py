@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from hpc.cli import app
-from hpc.layer import demo, model
+from hpc.layer import batching, demo, model
 from hpc.layer.step import Step
 
 LENS = (70, 1, 64, 200)
@@ -35,6 +36,18 @@ def test_a_step_can_be_repeated() -> None:
     """Bit for bit: the prologue writes the same rows again."""
     step = step_of("hy3")
     assert torch.equal(step.run(), step.run())
+
+
+def test_steps_follow_each_other_in_the_same_buffers() -> None:
+    """Requests grow, one ends and another joins; rows behind each length are NaN until a step writes them."""
+    batches = [batching.Batch((65, 9), frozenset((0, 1))), batching.Batch((66, 130), frozenset((1,)))]
+    step = Step(model.load("hy3").small(), batching.capacity(batches), CPU, seed=3)
+    addresses = (step.cache.seq_lens.data_ptr(), step.x.data_ptr(), step.task_map.data_ptr())
+    for batch in batches:
+        step.load(batch.lens, batch.joined)
+        stages = demo.check(step, step.run())
+        assert all(stage.ok for stage in stages), stages
+    assert addresses == (step.cache.seq_lens.data_ptr(), step.x.data_ptr(), step.task_map.data_ptr())
 
 
 def failing(step: Step, out: torch.Tensor) -> set[str]:
@@ -89,9 +102,13 @@ def test_zero_experts_count() -> None:
 
 
 @without_gpu
-def test_command_prints_stages() -> None:
+def test_command_prints_stages(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "step.png"
     result = CliRunner().invoke(
-        app, ["demo", "--model", "hy3", "--tp", "8", "--requests", "2"], env={"COLUMNS": "120"}
+        app,
+        ["demo", "--model", "hy3", "--tp", "8", "--requests", "2", "--png", str(png)],
+        env={"COLUMNS": "120"},
     )
     assert result.exit_code == 0, result.output
     for text in (
@@ -104,11 +121,14 @@ def test_command_prints_stages() -> None:
         "passed",
     ):
         assert text in result.stdout
+    assert png.read_bytes().startswith(b"\x89PNG")
 
 
 @without_gpu
 def test_command_as_json() -> None:
-    result = CliRunner().invoke(app, ["demo", "--model", "longcat-flash-lite", "--requests", "2", "--json"])
+    result = CliRunner().invoke(
+        app, ["demo", "--model", "longcat-flash-lite", "--requests", "2", "--steps", "1", "--json"]
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["ok"] and report["ran"] == "reference" and "prologue" not in report["times_us"]
@@ -125,7 +145,8 @@ def test_wrong_requests_are_one_line(arguments: list[str]) -> None:
 @without_gpu
 def test_a_wrong_stage_gives_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = demo.Stage("decode", "attention", 0.5, 0.5, ok=False)
-    report = demo.Report("cpu", False, model.load("hy3").small(), LENS, [bad], {"schedule": 1.0})
+    batches = [batching.Batch(LENS, frozenset())]
+    report = demo.Report("cpu", False, model.load("hy3").small(), batches, [bad], {"schedule": 1.0})
     monkeypatch.setattr(demo, "run", lambda *_: report)
     result = CliRunner().invoke(app, ["demo", "--model", "hy3"], env={"COLUMNS": "120"})
     assert result.exit_code == 1 and "FAIL" in result.stdout

@@ -12,7 +12,10 @@ from hpc.cli import terminal
 
 def run(
     png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Write the schedule as an image.")
+        Path | None,
+        typer.Option(
+            "--png", metavar="FILE", help="Write the schedule, or with --model the stages, as an image."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of lengths and values.")] = 0,
     tiny: Annotated[
@@ -24,13 +27,14 @@ def run(
         typer.Option(
             "--model",
             metavar="NAME",
-            help="One decode step of a whole MoE layer: hy3, qwen3-30b-a3b, longcat-flash-lite, or a config.json.",
+            help="Decode steps of a whole MoE layer: hy3, qwen3-30b-a3b, longcat-flash-lite, or a config.json.",
         ),
     ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="With --model: one of so many ranks.")] = 1,
     requests: Annotated[
         int | None, typer.Option("--requests", min=1, help="With --model: requests in the batch.")
     ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="With --model: decode steps.")] = 3,
 ) -> None:
     """Decode a batch of mixed-length requests through the scheduler; show schedule, error and time.
 
@@ -47,9 +51,9 @@ def run(
     if model is not None:
         from hpc.cli import demo_layer
 
-        if png is not None or tiny:
-            terminal.usage_error("--png and --tiny belong to the demo without --model")
-        demo_layer.run(model, tp, requests, seed, json_)
+        if tiny:
+            terminal.usage_error("--tiny belongs to the demo without --model")
+        demo_layer.run(model, tp, requests, steps, seed, png, json_)
         return
     from hpc.attention.decode import demo
 

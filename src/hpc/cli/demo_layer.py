@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -9,8 +10,10 @@ import typer
 from hpc.cli import terminal
 
 
-def run(model: str, tp: int, requests: int | None, seed: int, json_: bool) -> None:
-    """Run the step, print its stages, leave with code 1 if one is wrong."""
+def run(
+    model: str, tp: int, requests: int | None, steps: int, seed: int, png: Path | None, json_: bool
+) -> None:
+    """Run the steps, print their stages, leave with code 1 if one is wrong."""
     from hpc.layer import demo
 
     bar = terminal.progress_bar()
@@ -20,13 +23,28 @@ def run(model: str, tp: int, requests: int | None, seed: int, json_: bool) -> No
         def say(text: str, done: int, total: int) -> None:
             bar.update(task, description=text, completed=done, total=total)
 
-        report = demo.run(model, tp, requests, seed, say)
+        report = demo.run(model, tp, requests, seed, say, steps)
+    if png is not None:
+        _write_png(png, report)
     if json_:
         terminal.write_json(demo.as_json(report))
     else:
         _print(report)
+        if png is not None:
+            terminal.results().print(f"wrote {png}", highlight=False, markup=False)
     if not report.ok:
         raise typer.Exit(terminal.FAILED)
+
+
+def _write_png(path: Path, report: Any) -> None:
+    from hpc.layer import picture
+
+    where = report.device if report.gpu else f"{report.device}, reference"
+    title = f"{report.shape.name}, {len(report.lens)} requests, {where}"
+    try:
+        picture.save_png(path, report.times_us, "whole layer", title)
+    except ModuleNotFoundError as error:
+        terminal.usage_error(f"--png needs {error.name}; install it with: pip install matplotlib")
 
 
 def _print(report: Any) -> None:
@@ -36,9 +54,11 @@ def _print(report: Any) -> None:
     zero = f" and {shape.zero_experts} zero experts" if shape.zero_experts else ""
     scales = "128x128 block scales" if shape.block_scales else "one scale an expert"
     experts = f"{shape.experts} experts of width {shape.inter}{zero}, top {shape.top_k} by {shape.scoring}, e4m3 with "
+    attention = heads if shape.has_attention else ""
+    changed = f", {report.num_joined} of them in place of one that ended" if report.num_joined else ""
     console.print(
-        f"{terminal.escape(shape.name)}: one layer, one decode step, {len(lens)} requests of {min(lens)} to "
-        f"{max(lens)} tokens. {heads if shape.has_attention else ''}{experts}{scales}; hidden size {shape.hidden}.",
+        f"{terminal.escape(shape.name)}, one layer, decode steps: {len(report.batches)}. {len(lens)} requests of "
+        f"{min(lens)} to {max(lens)} tokens{changed}. {attention}{experts}{scales}; hidden size {shape.hidden}.",
         highlight=False,
     )
     if not shape.has_attention:

@@ -14,7 +14,7 @@ from hpc.bench import traces
 from hpc.bench.timer import make_clock, time_interleaved
 from hpc.common import arch
 from hpc.common.operator import Tolerance
-from hpc.layer import exact
+from hpc.layer import batching, exact
 from hpc.layer.model import LayerShape, load
 from hpc.layer.step import Step
 from hpc.moe import cases as moe_cases
@@ -51,7 +51,7 @@ class Report:
     device: str
     gpu: bool
     shape: LayerShape
-    lens: tuple[int, ...]
+    batches: list[batching.Batch]
     stages: list[Stage] = field(default_factory=list)
     times_us: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -60,11 +60,15 @@ class Report:
     def ok(self) -> bool:
         return all(stage.ok for stage in self.stages)
 
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """KV lengths of the last step."""
+        return self.batches[-1].lens
 
-def choose_lens(gpu: bool, num_requests: int, seed: int) -> tuple[int, ...]:
-    """KV lengths of requests in the middle of their answers, from the conversation trace; a quarter without a GPU."""
-    drawn = traces.draw_batch(traces.load("conversation"), num_requests, seed, max_len=None if gpu else 3000)
-    return tuple(drawn) if gpu else tuple(max(1, length // 4) for length in drawn)
+    @property
+    def num_joined(self) -> int:
+        """Requests that took the place of one that had ended."""
+        return sum(len(batch.joined) for batch in self.batches[1:])
 
 
 def run(
@@ -73,30 +77,45 @@ def run(
     num_requests: int | None = None,
     seed: int = 0,
     say: Say = lambda text, done, total: None,
+    num_steps: int = 3,
 ) -> Report:
-    """Build, run, check and time one step of `model` (a name or a config.json); a small layer without a GPU.
+    """Build, run, check and time decode steps of `model` (a name or a config.json); a small layer without a GPU.
 
-    Raises InvalidArgument for an unknown model or a `tp` that does not divide it; a wrong result is a stage with `ok`
-    False.
+    Lengths come from the conversation trace, a quarter of them without a GPU. Each step is checked; a stage's errors
+    are the worst of all steps, its time is that of the last one. Raises InvalidArgument for an unknown model or a `tp`
+    that does not divide it; a wrong result is a stage with `ok` False.
     """
     started = time.perf_counter()
     gpu = arch.gpu_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     shape = load(model, tp)
     shape = shape if gpu else shape.small()
-    lens = choose_lens(gpu, num_requests or (32 if gpu else 6), seed)
-    say("building weights and caches", 0, 4)
-    step = Step(shape, lens, device, seed)
-    report = Report(arch.device_name(device), gpu, shape, lens)
-    say("running the step", 1, 4)
-    out = step.run()
-    say("checking against float64", 2, 4)
-    report.stages = check(step, out)
-    say("timing", 3, 4)
+    trace = traces.load("conversation")
+    batches = batching.plan(trace, num_requests or (32 if gpu else 6), num_steps, seed, 1 if gpu else 4)
+    say("building weights and caches", 0, num_steps + 2)
+    step = Step(shape, batching.capacity(batches), device, seed)
+    report = Report(arch.device_name(device), gpu, shape, batches)
+    for number, batch in enumerate(batches):
+        say(f"step {number + 1}: running, checking against float64", number + 1, num_steps + 2)
+        step.load(batch.lens, batch.joined)
+        report.stages = worst(report.stages, check(step, step.run()))
+    say("timing", num_steps + 1, num_steps + 2)
     report.times_us = times(step)
     report.stages = [replace(s, time_us=report.times_us.get(s.name)) for s in report.stages]
     report.seconds = time.perf_counter() - started
     return report
+
+
+def worst(before: list[Stage], now: list[Stage]) -> list[Stage]:
+    """Stage by stage the larger errors of two steps."""
+    if not before:
+        return now
+    return [
+        replace(
+            b, rms_rel=max(a.rms_rel, b.rms_rel), max_rel=max(a.max_rel, b.max_rel), ok=a.ok and b.ok
+        )
+        for a, b in zip(before, now, strict=True)
+    ]  # fmt: skip
 
 
 def check(step: Step, out: torch.Tensor) -> list[Stage]:
@@ -150,7 +169,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "device": report.device,
         "ran": "kernels" if report.gpu else "reference",
         "model": asdict(report.shape),
-        "kv_lens": list(report.lens),
+        "kv_lens": [list(batch.lens) for batch in report.batches],
+        "joined": report.num_joined,
         "stages": [asdict(stage) for stage in report.stages],
         "times_us": report.times_us,
         "seconds": round(report.seconds, 2),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,28 +95,51 @@ def _input_scale(inputs: int, shape: LayerShape) -> float:
 
 
 class Step:
-    """Buffers of one step of `lens` (KV lengths with the new token) and its stages, in order.
+    """Buffers of decode steps of up to `capacity[b]` tokens a request, and the stages of a step in order.
 
-    Every stage reads what the one before left in the attributes and can be repeated. In between stand the engine's
-    parts in PyTorch: norms, projections, residual, shared expert, and quantisation of the experts' input.
+    `load` says which step; its buffers stay where they are, as under CUDA graphs. Every stage reads what the one before
+    left in the attributes and can be repeated. In between stand the engine's parts in PyTorch: norms, projections,
+    residual, shared expert, and quantisation of the experts' input.
     """
 
-    def __init__(self, shape: LayerShape, lens: Sequence[int], device: torch.device, seed: int = 0) -> None:
-        self.shape, self.lens, self.device = shape, tuple(lens), device
-        self.weights = make_weights(shape, max(lens) + 1, device, seed)
-        generator = torch.Generator(device=device).manual_seed(seed + 1)
-        self.x = torch.randn((len(lens), shape.hidden), generator=generator, device=device).to(torch.bfloat16)
+    def __init__(
+        self, shape: LayerShape, capacity: Sequence[int], device: torch.device, seed: int = 0
+    ) -> None:
+        self.shape, self.capacity, self.device = shape, tuple(capacity), device
+        self.weights = make_weights(shape, max(capacity) + 1, device, seed)
+        self.generator = torch.Generator(device=device).manual_seed(seed + 1)
+        self.x = torch.empty((len(capacity), shape.hidden), dtype=torch.bfloat16, device=device)
         self.act_scale = torch.full((1,), 1 / ACT_SCALE, dtype=torch.float32, device=device)
-        if not shape.has_attention:
-            return
-        self.cache: PagedCache = make_paged_cache(
-            lens, shape.kv_heads, shape.head_dim, PAGE, EXACT_FP8, device=device, seed=seed
-        )
-        for part in (self.cache.kcache, self.cache.vcache):  # unit normals in units of the scale
-            part.copy_((part.float() / KV_SCALE).clamp(-FP8_MAX, FP8_MAX))
-        self.q_index = torch.arange(len(lens) + 1, dtype=torch.int32, device=device)
-        self.kv_scale = torch.full((1,), KV_SCALE, dtype=torch.float32, device=device)
-        self.task_map = hpc.get_attention_decode_task_workspace(len(lens), max(lens), shape.kv_heads)
+        if shape.has_attention:
+            self.cache: PagedCache = make_paged_cache(
+                capacity, shape.kv_heads, shape.head_dim, PAGE, EXACT_FP8, device=device, seed=seed
+            )
+            self.q_index = torch.arange(len(capacity) + 1, dtype=torch.int32, device=device)
+            self.kv_scale = torch.full((1,), KV_SCALE, dtype=torch.float32, device=device)
+            self.task_map = hpc.get_attention_decode_task_workspace(
+                len(capacity), max(capacity), shape.kv_heads
+            )
+        self.load(self.capacity, range(len(capacity)))
+
+    def load(self, lens: Sequence[int], joined: Iterable[int]) -> None:
+        """The next step: KV lengths with the new token, and the slots whose request is new, its prompt cached."""
+        self.lens = tuple(lens)
+        self.x.copy_(torch.randn(self.x.shape, generator=self.generator, device=self.device))
+        if self.shape.has_attention:
+            self.cache.seq_lens.copy_(torch.tensor(self.lens, dtype=torch.int32))
+            for slot in joined:
+                self._admit(slot)
+
+    def _admit(self, slot: int) -> None:
+        """Random rows of unit size for all but the newest token of a slot; NaN behind them."""
+        token = torch.arange(self.capacity[slot], device=self.device)
+        page = self.cache.block_ids[slot, token // PAGE].long()
+        old = self.lens[slot] - 1
+        for cache in (self.cache.kcache, self.cache.vcache):
+            rows = torch.randn((len(token), *cache.shape[2:]), generator=self.generator, device=self.device)
+            codes = (rows / KV_SCALE).clamp(-FP8_MAX, FP8_MAX).to(EXACT_FP8).view(torch.uint8)
+            codes[old:] = 0x7F
+            cache.view(torch.uint8)[page, token % PAGE] = codes
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.shape.eps).to(torch.bfloat16)
