@@ -34,7 +34,7 @@ ODD_SHAPES = (
 )
 
 # Rounding the rest of a weight to BF16 leaves 2^-18 of it (2e-6 RMS); sums of 7168 products in the matrix unit's fp32
-# add up to 8e-6. TF32 has 3e-4, one BF16 product 2e-3. Three parts and sums of 512 leave what FP32 cuBLAS has.
+# add up to 8e-6. TF32 has 3e-4, one BF16 product 2e-3. Three parts and sums of 256 leave what FP32 cuBLAS has.
 TOLERANCES = {2: Tolerance(rms=1.5e-5, max=2.5e-5), 3: Tolerance(rms=1.0e-6, max=2.0e-6)}
 # Half a unit in the last place of BF16 is 1.7e-3 RMS.
 BF16_OUTPUT = Tolerance(rms=2.2e-3, max=4.0e-3)

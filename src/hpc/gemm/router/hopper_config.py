@@ -100,7 +100,7 @@ class TileConfig(_Shown):
 
         The matrix unit's own additions lose more than a third part of the weight gains: see README.
         """
-        return 8 if self.TERMS == 3 else 0
+        return 4 if self.TERMS == 3 else 0
 
     @property
     def BN(self) -> int:

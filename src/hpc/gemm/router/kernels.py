@@ -95,15 +95,18 @@ def _router_block_kernel(
         k = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
         x = tl.load(x_ptr + (x_row + k), mask=(m[:, None] < num_tokens) & (k < k_end), other=0.0)
         mask = (n[:, None] < n_end) & (k < k_end)
-        acc_high = _dot(
-            x, tl.load(high_ptr + (w_row * stride_high + k), mask=mask, other=0.0), acc_high, INTERPRET
-        )
-        acc_low = _dot(
-            x, tl.load(low_ptr + (w_row * stride_low + k), mask=mask, other=0.0), acc_low, INTERPRET
-        )
+        high = tl.load(high_ptr + (w_row * stride_high + k), mask=mask, other=0.0)
+        low = tl.load(low_ptr + (w_row * stride_low + k), mask=mask, other=0.0)
         if TERMS == 3:
+            # Each step's sum leaves the matrix unit, whose own additions lose more than the third part gains.
+            zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             third = tl.load(third_ptr + (w_row * stride_third + k), mask=mask, other=0.0)
-            acc_third = _dot(x, third, acc_third, INTERPRET)
+            acc_high += _dot(x, high, zero, INTERPRET)
+            acc_low += _dot(x, low, zero, INTERPRET)
+            acc_third += _dot(x, third, zero, INTERPRET)
+        else:
+            acc_high = _dot(x, high, acc_high, INTERPRET)
+            acc_low = _dot(x, low, acc_low, INTERPRET)
     if TERMS == 3:
         acc_low += acc_third * scale
     total = acc_high + acc_low * scale
