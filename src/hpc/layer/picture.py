@@ -22,17 +22,18 @@ def save_png(path: str | os.PathLike[str], times_us: Mapping[str, float], whole:
     figure = Figure(figsize=(9.0, 2.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    factor, unit = (1e-3, "ms") if times_us[whole] >= 1e4 else (1.0, "us")
     start = 0.0
     for (name, time), colour in zip(parts.items(), COLOURS, strict=False):
-        axes.barh([0], [time], left=start, color=colour, label=f"{name}  {_text(time)}")
+        axes.barh([0], [time * factor], left=start * factor, color=colour, label=f"{name}  {_text(time)}")
         start += time
     axes.set_yticks([])
-    axes.set_xlim(0, max(start, 1e-9))
-    axes.set_xlabel("us")
+    axes.set_xlim(0, max(start * factor, 1e-9))
+    axes.set_xlabel(unit)
     axes.set_title(f"{title}: {_text(times_us[whole])}", fontsize=10, loc="left")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.legend(ncols=3, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.45))
+    figure.legend(ncols=3, fontsize=8, frameon=False, loc="outside lower center")
     figure.savefig(path, format="png")
 
 
