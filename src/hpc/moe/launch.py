@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from hpc.common.launch import Kernel, raw_stream
+from hpc.common.launch import Kernel, TmaTensor, raw_stream
 from hpc.moe import plan
 from hpc.moe.validate import Arguments
 
 NAME = "fuse_moe"
+MAX_KEPT = 256  # descriptors of a call's activations
 Launch = Callable[..., None]
 
 
@@ -223,16 +224,27 @@ class Call:
                 ]  # fmt: skip
             gate_up(up_grid, stream, (*desc, *pointers, *places, *up_fixed))
 
+        activations: dict[
+            int, tuple[Any, ...]
+        ] = {}  # address of the scratch -> descriptor of what lies in it
+
         def run_down(
             stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
         ) -> None:
-            act = scratch[layout.act :].view(torch.float8_e4m3fn)
             if product.compiled:
                 base = scratch.data_ptr()
                 w_desc = product.descriptor(0, args.w2.data_ptr(), args.w2, w2_shape, w2_strides)
-                a_desc = product.descriptor(1, base + layout.act, act, a_shape, a_strides)
+                a_desc = activations.get(base)
+                if a_desc is None:  # scratch comes back at few addresses; a view of it costs 5 us
+                    act = scratch[layout.act :].view(torch.float8_e4m3fn)
+                    a_desc = product.descriptor(1, base + layout.act, act, a_shape, a_strides)
+                    if len(activations) >= MAX_KEPT:
+                        activations.clear()
+                    if not isinstance(a_desc[0], TmaTensor):  # that one would keep the scratch alive
+                        activations[base] = a_desc
                 scale, places = args.w2_scale.data_ptr(), [base + at for at in down_places]
             else:
+                act = scratch[layout.act :].view(torch.float8_e4m3fn)
                 w_desc = (
                     hopper.TensorDescriptor(args.w2, w2_shape, w2_strides, [1, 128, down.BK], down.W_BOX),
                 )

@@ -15,7 +15,7 @@ HIDDEN_MULTIPLE, INTER_MULTIPLE = 64, 16
 PAD_REMEDY = "Pad the weights with zeros, or split experts over ranks instead of their columns."
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: that costs 2.5 us of each call
 class Arguments:
     """The tensors of one call, by role.
 
