@@ -306,3 +306,139 @@ def test_plugin_under_sglangs_base_class(mode: str, fp8: bool, loaded: Any, devi
     q, k, v = draw(sum(fresh), layer, device)
     check(backend.forward(q, k, v, layer, batch), expected(pool, q, fresh, layer), fp8)
     assert hpc.__version__
+
+
+class Served:
+    """Two requests served over several steps from SGLang's own pools and request table, with all K and V remembered."""
+
+    PAGE, CONTEXT, WINDOW = 16, 256, 30
+
+    def __init__(self, hybrid: bool, fp8: bool, device: torch.device) -> None:
+        memory = importlib.import_module("sglang.srt.mem_cache.memory_pool")
+        radix = importlib.import_module("sglang.srt.layers.radix_attention")
+        self.device, self.fp8 = device, fp8
+        window = self.WINDOW - 1  # SGLang counts earlier tokens
+        self.layers = [
+            radix.RadixAttention(6, 64, 0.1, 2, 0),
+            radix.RadixAttention(6, 64, 0.1, 2, 1, sliding_window_size=window, logit_cap=20.0),
+        ]
+        common = {
+            "page_size": self.PAGE,
+            "dtype": FP8 if fp8 else torch.bfloat16,
+            "head_num": 2,
+            "head_dim": 64,
+        }
+        common |= {"device": str(device)}
+        if hybrid:
+            pools = importlib.import_module("sglang.srt.mem_cache.swa_memory_pool")
+            self.pool = pools.SWAKVPool(
+                size=1024, size_swa=1024, swa_attention_layer_ids=[1], full_attention_layer_ids=[0], **common
+            )
+            mapping = torch.full((1024 + self.PAGE + 1,), -1, dtype=torch.int64)
+            order = torch.randperm(64, generator=torch.Generator().manual_seed(1)) + 1
+            slots = torch.arange(1024).view(64, self.PAGE) + self.PAGE
+            mapping[slots] = order[:, None] * self.PAGE + torch.arange(self.PAGE)
+            self.pool.register_mapping(mapping.to(device))
+        else:
+            self.pool = memory.MHATokenToKVPool(size=1024, layer_num=2, enable_memory_saver=False, **common)
+        self.requests = memory.ReqToTokenPool(
+            size=4, max_context_len=self.CONTEXT, device=str(device), enable_memory_saver=False
+        )
+        self.rows = torch.tensor([3, 1], device=device)
+        pages = torch.randperm(60, generator=torch.Generator().manual_seed(2)) + 1
+        for index, row in enumerate(self.rows.tolist()):
+            mine = pages[index * 16 : index * 16 + 16, None] * self.PAGE + torch.arange(self.PAGE)
+            self.requests.req_to_token[row] = mine.flatten().to(torch.int32).to(device)
+        self.lens = [0, 0]
+        self.past: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.backend = self.make_backend()
+
+    def make_backend(self) -> Any:
+        registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
+        return registry.ATTENTION_BACKENDS["hpc"](
+            types.SimpleNamespace(
+                use_mla_backend=False, model_config=types.SimpleNamespace(is_encoder_decoder=False),
+                token_to_kv_pool=self.pool, page_size=self.PAGE, dtype=torch.bfloat16,
+                kv_cache_dtype=FP8 if self.fp8 else torch.bfloat16, is_draft_worker=False,
+                req_to_token_pool=self.requests, model=torch.nn.ModuleList(self.layers),
+            )
+        )  # fmt: skip
+
+    def step(self, mode: Any, fresh: list[int], graph: bool = False) -> None:
+        """One step of `fresh[b]` tokens a request; both layers against attention over what was remembered."""
+        before = list(self.lens)
+        self.lens = [length + new for length, new in zip(self.lens, fresh, strict=True)]
+        table = self.requests.req_to_token
+        slots = [table[row, a:b] for row, a, b in zip(self.rows.tolist(), before, self.lens, strict=True)]
+        verify = mode.is_target_verify()
+        batch = types.SimpleNamespace(
+            forward_mode=mode, batch_size=2, seq_lens=torch.tensor(before if verify else self.lens, device=self.device),
+            req_pool_indices=self.rows, out_cache_loc=torch.cat(slots).long(),
+            extend_seq_lens=torch.tensor(fresh, device=self.device), extend_seq_lens_cpu=fresh,
+            spec_info=types.SimpleNamespace(tree_topk=1, draft_token_num=fresh[0]) if verify else None,
+        )  # fmt: skip
+        if graph:
+            self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+            self.backend.init_forward_metadata_in_graph(batch)
+        else:
+            self.backend.init_forward_metadata(batch)
+        for layer in self.layers:
+            q, k, v = draw(sum(fresh), layer, self.device, seed=sum(self.lens) + layer.layer_id)
+            stored = [to_fp8(t).float() if self.fp8 else t.float() for t in (k, v)]
+            out = self.backend.forward(q, k, v, layer, batch)
+            self.compare(layer, q, out, stored, fresh)
+
+    def compare(self, layer: Any, q: torch.Tensor, out: torch.Tensor, stored: Any, fresh: list[int]) -> None:
+        window = self.WINDOW if layer.layer_id else None
+        at = 0
+        for request, count in enumerate(fresh):
+            rows = slice(at, at + count)
+            known = self.past.setdefault((layer.layer_id, request), [stored[0][:0], stored[1][:0]])
+            known[:] = [torch.cat((old, new[rows])) for old, new in zip(known, stored, strict=True)]
+            queries = q[rows].view(count, layer.tp_q_head_num, -1)
+            want = capped_attention(queries, *known, layer.scaling, window, layer.logit_cap)
+            check(out[rows], want.flatten(1), self.fp8)
+            at += count
+
+
+def capped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, cap: float
+) -> torch.Tensor:
+    """Causal attention of the last len(q) tokens in float64, with SGLang's soft cap."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+    logits = cap * torch.tanh(logits / cap) if cap > 0 else logits
+    position = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
+    key = torch.arange(len(k), device=q.device)[None]
+    seen = (key <= position) if window is None else (key <= position) & (key > position - window)
+    return torch.einsum("hqk,khd->qhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one_pool", "window_pool"])
+def test_plugin_serves_from_sglangs_pools(hybrid: bool, fp8: bool, loaded: Any, device: torch.device) -> None:
+    """Prompt in two chunks, a mixed step, decoding, and verification of drafts, eager and by the halves around a graph.
+
+    SGLang's `RadixAttention`, `MHATokenToKVPool` or `SWAKVPool`, and `ReqToTokenPool`; a windowed layer with soft cap.
+    """
+    need("quantize_query_fp8", *PREFILL_OPS)
+    mode = forward_mode()
+    served = Served(hybrid, fp8, device)
+    served.backend.init_cuda_graph_state(4, 16)
+    served.step(mode.EXTEND, [37, 70])
+    served.step(mode.EXTEND, [21, 40])
+    served.step(mode.MIXED, [18, 1])
+    for graph in (False, True):
+        served.step(mode.DECODE, [1, 1], graph)
+        served.step(mode.TARGET_VERIFY, [3, 3], graph)
+    served.step(mode.DECODE, [1, 1], graph=True)
+
+
+def test_window_pool_without_a_mapping_is_refused(loaded: Any, device: torch.device) -> None:
+    from hpc.common.errors import InvalidArgument
+
+    served = Served(True, False, device)
+    served.pool.full_to_swa_index_mapping = None
+    with pytest.raises(InvalidArgument, match="window pool"):
+        served.make_backend()

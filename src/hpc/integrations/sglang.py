@@ -20,9 +20,9 @@ attention, trees of draft tokens (top-k above 1, n-gram), the draft model itself
 plugin, `hpc.integrations.sglang_moe`; `--moe-runner-backend hpc_ops` runs on this library without it.
 
 What has run, on a CPU, where operators compute their reference: every mode of `forward` and the bookkeeping around CUDA
-graphs behind stand-ins; and with the installed SGLang 0.5.17 and 0.5.23 its plugin loader, its argument parser, and the
-backend under its base class (tests/sglang). What has not run: this backend in an SGLang server, on a GPU, and in a
-captured graph.
+graphs behind stand-ins; and with the installed SGLang 0.5.17 and 0.5.23 its plugin loader and argument parser, and
+several steps of two requests with its base class, layers, KV pools and request table (tests/sglang). What has not run:
+this backend in an SGLang server, on a GPU, and in a captured graph.
 """
 
 from __future__ import annotations

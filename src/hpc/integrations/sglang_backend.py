@@ -40,11 +40,10 @@ class HpcAttention:
         self.fp8 = _check_types(model_runner)
         if getattr(model_runner, "is_draft_worker", False):
             _refuse("draft model", "another backend", "hpc", "Pass --speculative-draft-attention-backend.")
-        self.tables = PageTables(
-            model_runner.req_to_token_pool.req_to_token,
-            self.page_size,
-            getattr(self.pool, "full_to_swa_index_mapping", None),
-        )
+        mapping = getattr(self.pool, "full_to_swa_index_mapping", None)
+        if mapping is None and hasattr(self.pool, "swa_kv_pool"):
+            _refuse("KV pool", "a window pool whose slots are mapped", "one without a mapping", "")
+        self.tables = PageTables(model_runner.req_to_token_pool.req_to_token, self.page_size, mapping)
         self.device = self.tables.starts.device
         layers = attention_layers(model_runner.model)
         self.schedules = Schedules(
