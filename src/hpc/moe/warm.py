@@ -12,7 +12,7 @@ import torch
 from hpc.common import env
 from hpc.common.offline import compiling_for
 from hpc.common.operator import Progress
-from hpc.moe import case_lists, cases, launch, plan, validate
+from hpc.moe import case_lists, entry, launch, plan, validate
 from hpc.moe.case_lists import MoeCase
 from hpc.moe.validate import Arguments
 
@@ -41,7 +41,7 @@ def warmup(device: torch.device | str, progress: Progress | None) -> int:
                 progress(jobs[job], done, len(todo))
     if isinstance(device, torch.device):
         for _, params in todo:
-            cases.run(cases.make_inputs(params, device, seed=0))
+            entry.fused("warmup", meta_arguments(params, device), 0, params.experts, params.bf16_mul)
     return len(todo)
 
 
@@ -50,31 +50,31 @@ def _compiling_worker() -> None:
     torch.set_num_threads(1)
 
 
-def meta_arguments(params: MoeCase) -> Arguments:
-    """The tensors of a call, of the right shapes and without memory behind the weights."""
+def meta_arguments(params: MoeCase, device: torch.device | str = "cpu") -> Arguments:
+    """The tensors of a call, of the right shapes and of whatever values: all pairs go to expert 0."""
     tokens, experts, hidden, inter = params.tokens, params.experts, params.hidden, params.inter
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        # one element seen as many: a launch that runs nothing reads nothing
-        return torch.empty(1, dtype=dtype).expand(shape)
+        # on a CPU nothing of it is ever touched, so even gigabytes of weights take no memory
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def packed(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-        return torch.empty_strided(shape, torch.empty(shape, device="meta").stride(), dtype=dtype)
+        return empty(*shape, dtype=dtype)
 
     blocks = plan.ceil_div
     if params.block:
-        s13 = empty(experts, blocks(2 * inter, 128), 4 * blocks(hidden, 512)).contiguous()
-        s2 = empty(experts, blocks(hidden, 128), 4 * blocks(inter, 512)).contiguous()
-        x_scale, act = empty(tokens, blocks(hidden, 128)).contiguous(), None
+        s13 = empty(experts, blocks(2 * inter, 128), 4 * blocks(hidden, 512))
+        s2 = empty(experts, blocks(hidden, 128), 4 * blocks(inter, 512))
+        x_scale, act = empty(tokens, blocks(hidden, 128)), None
     else:
-        s13, s2, x_scale, act = empty(experts).contiguous(), empty(experts).contiguous(), None, torch.ones(1)
+        s13, s2, x_scale, act = empty(experts), empty(experts), None, empty(1)
     wide, given = torch.bfloat16, None
     x = packed(tokens, hidden, dtype=wide if params.bf16_input else torch.float8_e4m3fn)
     if params.bf16_input:
-        given, x_scale = None if params.block else torch.ones(1), None
+        given, x_scale = None if params.block else empty(1), None
     return Arguments(
         x, packed(experts, 2 * inter, hidden), packed(experts, hidden, inter), s13, s2,
-        torch.zeros(tokens, params.top_k, dtype=torch.int32), torch.zeros(tokens, params.top_k), x_scale, act,
+        torch.zeros(tokens, params.top_k, dtype=torch.int32, device=device), empty(tokens, params.top_k), x_scale, act,
         packed(tokens, hidden, dtype=wide) if params.shared else None, None, given,
     )  # fmt: skip
 
