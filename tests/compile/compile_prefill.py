@@ -151,6 +151,8 @@ def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
         "spill": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log))),
         "warnings": sorted(set(re.findall(r"C75\d\d", log))),
         "shared": metadata["shared"],
+        # what Triton leaves the first role, after the numbers that the others ask for
+        "first_role": next(map(int, re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", text)), 0),
         "instructions": {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
     }
 

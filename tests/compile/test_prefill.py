@@ -54,6 +54,8 @@ def complaints(report: dict[str, Any]) -> list[str]:
         found.append(f"{report['spill']} bytes of spills, {allowed} allowed")
     if report["shared"] > SHARED_MEMORY:
         found.append(f"{report['shared']} bytes of shared memory")
+    if kernel in (BF16, FP8) and report["first_role"] < (208 if kernel == FP8 else 224):
+        found.append(f"{report['first_role']} registers are left for the first consumer")
     needed: tuple[str, ...] = ("griddepcontrol.wait",)
     if kernel == BF16:
         needed = (*needed, "tma load", "tma store", "wgmma bf16", "setmaxnreg")

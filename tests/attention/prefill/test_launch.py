@@ -178,3 +178,81 @@ def test_later_calls_hand_over_as_many_arguments(backend: str, monkeypatch: pyte
                 assert isinstance(b, torch.Tensor) and b.shape == a.base.shape  # the output is a new one
             else:
                 assert type(a) is type(b) and a == b
+
+
+# --- signatures -------------------------------------------------------------------------------------------------
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it lies on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+    def get_device(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def through_entry(monkeypatch: pytest.MonkeyPatch) -> dict[Any, launch.Call]:
+    """The public functions with interpreted kernels; returns the calls they keep."""
+    from hpc.attention.prefill import entry
+    from hpc.common import arch
+
+    def choose(key: plan.Key) -> plan.Plan:
+        return replace(plan.portable(key), pack=plan.pack_of(key.group, 16), block_m=16, block_n=32)
+
+    monkeypatch.setattr(launch, "current_device", lambda: None)  # the index of a CPU
+    monkeypatch.setattr(arch, "require_gpu", lambda function, device: None)
+    monkeypatch.setattr(plan, "choose", choose)
+    monkeypatch.setattr(entry, "_CALLS", {})
+    return entry._CALLS
+
+
+def on_gpu(inputs: cases.PrefillInputs) -> cases.PrefillInputs:
+    return replace(inputs, q=inputs.q.as_subclass(OnGpu))
+
+
+def test_calls_that_differ_in_rows_and_requests_share_a_signature(
+    through_entry: dict[Any, launch.Call],
+) -> None:
+    """As prompts come and go: other token counts, request counts and page-table widths need no new launch."""
+    served = make(
+        ((20, 40), (3, 9)), (4, 2), device="cpu", head_dim=32, page_size=16
+    )  # owns the largest cache
+    for lens in (served.params.lens, ((5, 45),), ((1, 1), (1, 30), (9, 9))):
+        inputs = make(lens, (4, 2), device="cpu", head_dim=32, page_size=16)
+        k, v = (torch.full_like(cache, float("nan")) for cache in (served.k, served.v))
+        k[: len(inputs.k)], v[: len(inputs.v)] = inputs.k[: len(k)], inputs.v[: len(v)]
+        inputs = replace(inputs, k=k, v=v)
+        out, lse = cases.attend(on_gpu(inputs), return_lse=True)
+        compare(inputs, out.as_subclass(torch.Tensor), lse.as_subclass(torch.Tensor))
+    assert len(through_entry) == 1
+
+
+def test_options_and_formats_do_not_share_a_signature(through_entry: dict[Any, launch.Call]) -> None:
+    variants: list[dict[str, Any]] = [
+        {}, {"window": 9}, {"window": 10}, {"logit_cap": 2.0}, {"causal": False}, {"sinks": True}, {"dtype": "fp8"},
+        {"layout": "HND"}, {"page_size": 8},
+    ]  # fmt: skip
+    for options in variants:
+        inputs = make(((9, 20),), (4, 2), device="cpu", head_dim=32, **{"page_size": 16, **options})
+        out, lse = cases.attend(on_gpu(inputs), return_lse=True)
+        compare(inputs, out.as_subclass(torch.Tensor), lse.as_subclass(torch.Tensor))
+    assert len(through_entry) == len(variants)
+
+
+def test_a_known_signature_does_not_let_wrong_counts_pass(through_entry: dict[Any, launch.Call]) -> None:
+    from hpc.common.errors import InvalidArgument
+
+    inputs = on_gpu(make(((9, 20), (3, 3)), (4, 2), device="cpu", head_dim=32, page_size=16, dtype="fp8"))
+    cases.attend(inputs)
+    assert inputs.block_ids is not None and inputs.qscale is not None
+    for changes in (
+        {"cu_seqlens": inputs.cu_seqlens[:2]}, {"block_ids": inputs.block_ids[:1]}, {"seq_lens": inputs.seq_lens[:1]},
+        {"qscale": inputs.qscale[:1]}, {"qscale": inputs.qscale[:, :, :4]}, {"qscale": inputs.qscale[:, :2]},
+        {"qscale": inputs.qscale[:, :, ::2]}, {"block_ids": torch.zeros(2, 4, dtype=torch.int32)[:, ::2]},
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument):
+            cases.attend(replace(inputs, **changes))
+    with pytest.raises(InvalidArgument):
+        cases.attend(inputs, output=torch.zeros(11, 4, 32).bfloat16())

@@ -106,9 +106,11 @@ class Config:
 
     @property
     def REGS(self) -> int:
-        """Registers a thread of a consumer: 2 * 240 + 32 = 512, with the transposer 2 * 208 + 72 + 24 = 512."""
+        """Registers a thread of a consumer. The pool is what the launch took: 12 warps of 168, 504 a thread of each
+        quarter, or, with the transposer, 16 of 128; consumer 0 gets what consumer 1 and the others leave."""
         return 208 if self.FP8 else 240
 
     @property
     def PRODUCER_REGS(self) -> int:
-        return 24 if self.FP8 else 32
+        """Small pages keep more page ids: 2 * 240 + 24 = 504, or 224 + 240 + 40."""
+        return 24 if self.FP8 or self.NP <= 2 else 40
