@@ -27,6 +27,8 @@ CASES: dict[str, tuple[int, int, int, int, bool, int, int, int, int, bool]] = {
     "tensor I = 80, H = 192": (9, 3, 192, 80, False, 16, 2, 4, 2, False),
     "block H = 192": (9, 3, 192, 64, True, 16, 2, 4, 2, False),
     "block tile 64": (40, 2, 256, 128, True, 64, 1, 8, 4, False),
+    "tensor fresh 64": (9, 3, 512, 64, False, 8, 2, 4, 1, False),
+    "tensor fresh 128": (9, 3, 512, 64, False, 8, 2, 4, 1, False),
     "tensor tile 128": (70, 2, 256, 64, False, 128, 1, 8, 4, False),
 }
 # The two kernels for a handful of tokens: (tokens, experts, hidden, inter, block scales).
@@ -119,7 +121,8 @@ def run_case(name: str) -> dict[str, Any]:
     params = MoeCase(tokens, experts, hidden, inter, top_k=2, block=block)
     inputs = cases.make_inputs(params, "cpu", len(name))
     key = replace(cases.key_of(inputs), sm90=True, hardware_fp8=True)
-    up = plan.Product(128, boxes, 3, warps, producers, 1, in_turn)
+    fresh = int(name.rsplit(" ", 1)[1]) if "fresh" in name else 256
+    up = plan.Product(128, boxes, 3, warps, producers, 1, in_turn, fresh)
     box = 64 if 0 < inter % 128 <= 64 else 128
     down = plan.Product(box, 1 if block or box == 128 else 2, 2, warps, 1, 1, in_turn)
     chosen = plan.Plan("sm90", tile, 16, True, up, down)

@@ -184,6 +184,21 @@ def _products(wtile, xtile, sbuf, full_bars, empty_bars, stage, phase, ws_ptr, c
             for j in gl.static_range(KS):
                 gate, up = weight_scales[j]
                 acc += done[j] * (gl.expand_dims(token_scales[j], 0) * gl.where(is_up, up, gate))
+        elif C.FRESH < KS * 128:
+            SPAN: gl.constexpr = C.FRESH
+            pieces = ()
+            for j in gl.static_range(KS * 128 // SPAN):
+                w = wtile.index(stage * KS + j * SPAN // 128)
+                x = xtile.index(stage * KS + j * SPAN // 128)
+                if SPAN < 128:
+                    w = w.slice(j * SPAN % 128, SPAN, dim=1)
+                    x = x.slice(j * SPAN % 128, SPAN, dim=1)
+                pieces = pieces + (warpgroup_mma(w, x.permute([1, 0]), zero, use_acc=False, is_async=True),)
+            done = warpgroup_mma_wait(0, deps=pieces)
+            barrier()
+            mbarrier.arrive(empty_bars.index(stage), count=1)
+            for j in gl.static_range(KS * 128 // SPAN):
+                acc += done[j]
         else:
             d = warpgroup_mma(
                 wtile.index(stage * KS),

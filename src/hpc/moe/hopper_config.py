@@ -32,6 +32,7 @@ class UpConfig(_Facts):
     BF16_MUL: bool
     SPLIT: bool  # programs take equal runs of stages, across items; else whole items in turn
     PDL: bool
+    FRESH: int = 256  # columns of H in a fresh accumulator, one scale a tensor: 64, 128, or KS * 128 and more
     ACT: str = "silu"  # of the gate; LIMIT and ALPHA as in `kernels.activate`, 0 for none
     LIMIT: float = 0.0
     ALPHA: float = 0.0

@@ -273,6 +273,7 @@ class Call:
                 **common, KS=up.boxes, STAGES=up.stages, WARPS=up.warps, PWARPS=up.producer_warps,
                 BF16_MUL=key.bf16_mul, ACT=self.gate[0], LIMIT=self.gate[1], ALPHA=self.gate[2],
                 SPLIT=not up.shared_order, LAG=min(2, up.stages - 1),
+                FRESH=up.fresh,
             ),
             down_config(
                 **common, BK=down.box, KS=down.boxes, STAGES=down.stages, WARPS=down.warps, SPREAD=down.shared_order
