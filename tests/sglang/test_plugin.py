@@ -340,3 +340,18 @@ def test_shared_kv_layers_store_nothing(sglang: types.SimpleNamespace, device: t
     want = expected(pool, q, [1], layer)
     check(backend.forward(q, None, None, layer, batch), want, False)
     check(backend.forward(q, k, v, layer, batch, save_kv_cache=False), want, False)
+
+
+def test_idle_rank(sglang: types.SimpleNamespace, device: torch.device) -> None:
+    """A data-parallel rank without requests: metadata for none of them, and an empty result."""
+    pool = Pool((9,), 1, torch.bfloat16, device)
+    layer = RadixAttention((4, 1), 128)
+    backend = sglang.plugin.create(runner(pool, [layer]))
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    batch = types.SimpleNamespace(
+        forward_mode=ForwardMode.IDLE, batch_size=0, seq_lens=empty, req_pool_indices=empty, out_cache_loc=empty,
+        spec_info=None,
+    )  # fmt: skip
+    backend.init_forward_metadata(batch)
+    q = torch.empty(0, 4 * 128, dtype=torch.bfloat16, device=device)
+    assert backend.forward(q, None, None, layer, batch).shape == (0, 4 * 128)
