@@ -24,7 +24,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "64/8 d128": {},
     "5/1 d128 page 16": {"q_heads": 5, "kv_heads": 1, "page_size": 16},
     "64/8 d128 window cap sinks lse": FEATURES,
-    "64/8 d128 full": {"causal": False},
 }
 # Name -> fields of the key that differ from the usual one.
 CASES: dict[str, dict[str, Any]] = {
@@ -33,9 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     for name, fields in SHAPES.items()
 }
 CASES |= {
+    "bf16 64/8 d128 full": {"causal": False, "quant_type": -1},
     "bf16 64/8 d64": {"head_dim": 64, "v_dim": 64, "quant_type": -1},
     "bf16 64/8 d128 portable": {"tma": False, "quant_type": -1},
-    "bf16 64/8 d256 portable": {"head_dim": 256, "v_dim": 256, "quant_type": -1},
+    "bf16 64/8 d256": {"head_dim": 256, "v_dim": 256, "quant_type": -1},
+    "bf16 64/8 d256 portable": {"head_dim": 256, "v_dim": 256, "quant_type": -1, "tma": False},
     "bf16 64/8 d192/128 portable": {"head_dim": 192, "v_dim": 128, "quant_type": -1},
     "bf16 64/8 d128 ragged": {"page_size": 0, "quant_type": -1},
     "fp8 64/8 d128 per token": {"quant_type": 0},

@@ -74,8 +74,8 @@ def test_kernels_compile_as_designed(
     reports = compile_all(version, root, clean_environ, tmp_path)
     kernels = [report["kernel"] for report in reports]
     assert (
-        kernels.count(BF16) == 5
-        and kernels.count(FP8) == 4
+        kernels.count(BF16) == 6
+        and kernels.count(FP8) == 3
         and kernels.count("_prefill_attention_kernel") == 5
     )
     assert [line for report in reports for line in complaints(report)] == []

@@ -35,7 +35,8 @@ def run(
     assert plan.is_legal(chosen, key) is None
     config = hopper.Config(
         D=p.head_dim, P=p.page_size, PACK=chosen.pack, HQ=p.q_heads, HKV=p.kv_heads, STAGES=chosen.stages,
-        FP8=key.fp8, CAUSAL=p.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=p.sinks, LSE=True, PDL=True, **more,
+        FP8=key.fp8, CAUSAL=p.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=p.sinks, LSE=True, PDL=True,
+        BN=chosen.block_n, **more,
     )  # fmt: skip
     out = torch.full((*inputs.q.shape[:2], p.head_dim), math.nan).bfloat16()
     lse = torch.full(inputs.q.shape[:2], math.nan)
@@ -43,7 +44,7 @@ def run(
     q_box, kv_box = [config.QT, config.PACK, config.DB], [1, config.PB, 1, config.DB]
     descs = (
         Desc(inputs.q, q_box), Desc(inputs.k, kv_box), Desc(inputs.v, kv_box),
-        Desc(out, [config.QT, config.PACK, p.head_dim // config.OH]),
+        Desc(out, [config.QT, config.PACK, config.O_COLS // config.OH]),
     )  # fmt: skip
     sinks = torch.zeros(1) if inputs.sinks is None else inputs.sinks
     pointers = [Ptr(x) for x in (out, lse, words, inputs.block_ids, sinks)]
@@ -89,9 +90,10 @@ def test_equals_the_reference(dtype: str, shape: str) -> None:
     check(make(MIXED, device="cpu", dtype=dtype, **SHAPES[shape]))
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("window", [None, 100])
-def test_head_dim_64(window: int | None) -> None:
-    check(make(MIXED, (4, 2), device="cpu", head_dim=64, window=window))
+def test_other_head_dims(head_dim: int, window: int | None) -> None:
+    check(make(MIXED, (4, 2), device="cpu", head_dim=head_dim, window=window, page_size=32))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

@@ -228,6 +228,7 @@ def sm90_shapes() -> dict[str, PrefillCase]:
         for dtype, (mask, options) in itertools.product(("bf16", "fp8"), masks.items())
     }
     shapes["bf16 d64"] = PrefillCase(BATCHES["one"], 8, 2, 64)
+    shapes["bf16 d256"] = PrefillCase(BATCHES["one"], 16, 2, 256)
     shapes["bf16 d64 window page 16"] = PrefillCase(BATCHES["one"], 12, 4, 64, page_size=16, window=50)
     return shapes
 

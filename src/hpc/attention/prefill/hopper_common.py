@@ -195,18 +195,28 @@ def store_tile(out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok
                C: gl.constexpr):  # fmt: skip
     """[64, D] bf16 of a consumer to the output: by TMA, or, if it holds rows of no token, row by row."""
     OH: gl.constexpr = C.OH
-    if tokens >= (WG + 1) * C.QT:
-        tma.store_wait(0)
-        oview.index(WG).store(out)
-        fence_async_shared()
-        for half in gl.static_range(OH):
-            corner = [row0 + WG * C.QT, head, half * (C.D // OH)]
-            tma.async_copy_shared_to_global(o_desc, corner, obuf.index(WG * OH + half))
+    if C.O_TMA:
+        if tokens >= (WG + 1) * C.QT:
+            tma.store_wait(0)
+            oview.index(WG).store(out)
+            fence_async_shared()
+            for half in gl.static_range(OH):
+                corner = [row0 + WG * C.QT, head, half * (C.D // OH)]
+                tma.async_copy_shared_to_global(o_desc, corner, obuf.index(WG * OH + half))
+        else:
+            _store_rows(out, o_ptr, row0, tokens, head, stride_o_tok, stride_o_head, WG, C)
     else:
-        L: gl.constexpr = out.type.layout
-        row = gl.arange(0, 64, gl.SliceLayout(1, L))
-        token = row // C.PACK + WG * C.QT
-        col = gl.expand_dims(gl.arange(0, C.D, gl.SliceLayout(0, L)), 0)
-        at = (row0 + token).to(gl.int64) * stride_o_tok + (head + row % C.PACK) * stride_o_head
-        live = gl.expand_dims(token < tokens, 1) & (col >= 0)
-        gl.store(o_ptr + gl.expand_dims(at, 1) + col, out, mask=live)
+        _store_rows(out, o_ptr, row0, tokens, head, stride_o_tok, stride_o_head, WG, C)
+
+
+@gluon.jit
+def _store_rows(
+    out, o_ptr, row0, tokens, head, stride_o_tok, stride_o_head, WG: gl.constexpr, C: gl.constexpr
+):
+    L: gl.constexpr = out.type.layout
+    row = gl.arange(0, 64, gl.SliceLayout(1, L))
+    token = row // C.PACK + WG * C.QT
+    col = gl.expand_dims(gl.arange(0, C.D, gl.SliceLayout(0, L)), 0)
+    at = (row0 + token).to(gl.int64) * stride_o_tok + (head + row % C.PACK) * stride_o_head
+    live = gl.expand_dims(token < tokens, 1) & (col >= 0)
+    gl.store(o_ptr + gl.expand_dims(at, 1) + col, out, mask=live)

@@ -24,7 +24,7 @@ class Config:
     SINKS: bool
     LSE: bool
     PDL: bool
-    BN: int = 128  # keys of a block
+    BN: int = 128  # keys of a block; 64 with a head dim of 256
     FLUSH: int = 32  # FP8: blocks summed in the tensor cores' accumulator before they move to fp32
 
     def __repr__(self) -> str:
@@ -77,7 +77,21 @@ class Config:
     @property
     def OH(self) -> int:
         """Boxes of the bf16 output along the head dim."""
-        return self.D // min(self.D, 64)
+        return self.O_COLS // min(self.D, 64)
+
+    @property
+    def O_TMA(self) -> bool:
+        """Whether full tiles leave through shared memory: there is no room beside Q, K and V of a head dim of 256."""
+        return self.D <= 128
+
+    @property
+    def O_TILES(self) -> int:
+        """Tiles of the output in shared memory, and their width; a stand-in where there are none."""
+        return 2 if self.O_TMA else 1
+
+    @property
+    def O_COLS(self) -> int:
+        return self.D if self.O_TMA else 64
 
     @property
     def T(self):

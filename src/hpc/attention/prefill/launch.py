@@ -159,7 +159,7 @@ class Call:
         config = hopper.Config(
             D=key.head_dim, P=key.page_size, PACK=chosen.pack, HQ=key.q_heads, HKV=key.kv_heads, STAGES=chosen.stages,
             FP8=key.fp8, CAUSAL=key.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=key.sinks, LSE=key.return_lse,
-            PDL=self.pdl,
+            PDL=self.pdl, BN=chosen.block_n,
         )  # fmt: skip
         fn: Any = hopper._prefill_sm90_bf16_kernel
         if key.fp8:
@@ -170,7 +170,7 @@ class Call:
         page, heads = key.page_size, key.kv_heads
         kv_shape, kv_box = [layout.num_pages, page, heads, key.head_dim], [1, config.PB, 1, config.DB]
         q_box = [config.QT, config.PACK, config.DB]
-        o_box = [config.QT, config.PACK, key.head_dim // config.OH]
+        o_box = [config.QT, config.PACK, config.O_COLS // config.OH]
         smem = (config.Q_BOX, config.KV_BOX, config.KV_BOX, config.O_BOX)
         strides = ([*layout.q, 1], [*layout.k, 1], [*layout.v, 1], [*layout.out, 1])
 

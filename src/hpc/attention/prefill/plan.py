@@ -13,7 +13,7 @@ HEADER_WORDS = 8
 ENTRY_WORDS = 8
 LONGEST = 2**31 - 1 - 1024  # keys of a request: block ends stay in 32 bits
 
-TMA_HEAD_DIMS = (64, 128)
+TMA_HEAD_DIMS = (64, 128, 256)
 TMA_PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -91,8 +91,9 @@ def is_legal(plan: Plan, key: Key) -> str | None:
         return "an address or a stride is no multiple of 16 bytes"
     if not key.positive_scale:
         return "the SM90 kernel takes its maximum before scaling: the softmax scale must be positive"
-    if (plan.block_m, plan.block_n) != (128, 128) or plan.pack > 64:
-        return "the SM90 kernel has tiles of 128 by 128 and packs 64 heads at most"
+    keys = 64 if key.head_dim == 256 else 128
+    if (plan.block_m, plan.block_n) != (128, keys) or plan.pack > 64:
+        return f"the SM90 kernel has tiles of 128 by {keys} here and packs 64 heads at most"
     return None
 
 
@@ -102,8 +103,11 @@ def choose(key: Key) -> Plan:
 
 
 def sm90(key: Key) -> Plan:
-    """The SM90 kernel for a call, legal or not: two consumers of 64 rows, 128 keys a block, two blocks in flight."""
-    return Plan("sm90", pack_of(key.group, 64), 128, 128, 4, 2)
+    """The SM90 kernel for a call, legal or not: two consumers of 64 rows, two blocks of keys in flight.
+
+    A block has 128 keys; 64 with a head dim of 256, whose output takes 128 registers a thread.
+    """
+    return Plan("sm90", pack_of(key.group, 64), 128, 64 if key.head_dim == 256 else 128, 4, 2)
 
 
 def portable(key: Key) -> Plan:
