@@ -58,7 +58,9 @@ def complaints(report: dict[str, Any]) -> list[str]:
         found.append(f"{report['first_role']} registers are left for the first consumer")
     needed: tuple[str, ...] = ("griddepcontrol.wait",)
     if kernel == BF16:
-        needed = (*needed, "tma load", "tma store", "wgmma bf16", "setmaxnreg")
+        needed = (*needed, "tma load", "wgmma bf16", "setmaxnreg")
+        if "d256" not in name:  # no room for the output in shared memory there
+            needed = (*needed, "tma store")
     elif kernel == FP8:
         needed = (*needed, "tma load", "tma store", "wgmma e4m3", "setmaxnreg", "ldmatrix.trans", "stmatrix")
     elif kernel == "_prefill_attention_kernel":
