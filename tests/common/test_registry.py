@@ -94,7 +94,10 @@ def test_warmup_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, operator:
 
 def test_warmup_for_a_named_target(operator: FakeOperator) -> None:
     steps: list[tuple[str, int, int]] = []
-    assert warmup_module.warmup("attention.decode", device="sm90", progress=lambda *step: steps.append(step)) == 3
+    assert (
+        warmup_module.warmup("attention.decode", device="sm90", progress=lambda *step: steps.append(step))
+        == 3
+    )
     assert operator.targets == ["sm90"]
     assert steps == [("attention.decode fp8 d128", 1, 1)]
 
