@@ -1,5 +1,5 @@
 # make demo    decode a batch of mixed lengths, checked, with a picture of its schedule
-# make test    every test that this machine can run
+# make test    every test that this machine can run; PYTEST_ARGS=--slow adds those that take minutes on a CPU
 # make lint    style, types, whether tables and report match the result files, whether the docs build
 # make bench   measure all operators on this machine's GPU
 # make tables  write the tables and the report from the result files

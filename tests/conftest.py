@@ -70,8 +70,15 @@ def _left_out() -> dict[str, str]:
 LEFT_OUT = _left_out()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also tests that take minutes on a CPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = config.getoption("--slow")
     for item in items:
+        if item.get_closest_marker("slow") and not slow:
+            item.add_marker(pytest.mark.skip(reason="slow: minutes on a CPU; run with --slow"))
         for tier, reason in LEFT_OUT.items():
             if item.get_closest_marker(tier):
                 item.add_marker(pytest.mark.skip(reason=f"{tier}: {reason}"))

@@ -22,7 +22,7 @@ NEWEST = "3.8.0"
 pytestmark = pytest.mark.compile
 
 
-@pytest.mark.parametrize("version", [INSTALLED, NEWEST])
+@pytest.mark.parametrize("version", [INSTALLED, pytest.param(NEWEST, marks=pytest.mark.slow)])
 def test_compiled_kernels_give_the_bits_of_the_reference(
     version: str, root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:

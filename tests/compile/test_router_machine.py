@@ -15,7 +15,7 @@ INSTALLED, NEWEST = "3.6.0", "3.8.0"
 pytestmark = pytest.mark.compile
 
 
-@pytest.mark.parametrize("version", [INSTALLED, NEWEST])
+@pytest.mark.parametrize("version", [INSTALLED, pytest.param(NEWEST, marks=pytest.mark.slow)])
 def test_kernels_compute_the_right_numbers(
     version: str, root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:

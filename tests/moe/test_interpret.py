@@ -37,7 +37,14 @@ def test_against_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert accuracy.within(limits(inputs.params)), accuracy
 
 
-@pytest.mark.parametrize("name", [name for name, params in CASES.items() if params.tokens < 40])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if "I=192" in name else ())
+        for name, params in CASES.items()
+        if params.tokens < 40
+    ],
+)
 def test_tiny_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launches without an index."""
     inputs = cases.make_inputs(CASES[name], "cpu", seed=4)

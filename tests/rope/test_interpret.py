@@ -28,7 +28,16 @@ def test_equals_the_reference_bit_for_bit(name: str) -> None:
     assert_same(interpreted(poison(inputs)), want, name)
 
 
-@pytest.mark.parametrize(("heads", "unroll"), [(1, 1), (32, 1), (1, 2), (4, 2), (16, 2)])
+@pytest.mark.parametrize(
+    ("heads", "unroll"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        (32, 1),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        (4, 2),
+        (16, 2),
+    ],
+)
 @pytest.mark.parametrize("name", ["fp8 prefill, ragged", "bf16 half rotated, kept K and V"])
 def test_any_tile_gives_the_same_bits(name: str, heads: int, unroll: int) -> None:
     inputs = cases.make_tensors(CASES[name], "cpu", seed=2)
@@ -37,6 +46,7 @@ def test_any_tile_gives_the_same_bits(name: str, heads: int, unroll: int) -> Non
     )
 
 
+@pytest.mark.slow
 def test_two_tiles_of_queries_where_the_heads_do_not_divide() -> None:
     inputs = cases.make_tensors(CASES["fp8 decode, 5 query heads, HND"], "cpu", seed=3)
     for heads in (1, 2, 4, 8):
