@@ -7,21 +7,12 @@ from pathlib import Path
 
 import pytest
 
-# Of `run_decode.CASES`: several tokens, every option, merges in two levels, a map of another call; then the rest.
-FEW = [
-    "fp8 four new tokens",
-    "bf16 window, cap, sinks",
-    "fp8 merge in two levels",
-    "bf16 map of another call",
-]
+# Of `run_decode.CASES`: every option, merges in two levels; then the rest.
+FEW = ["bf16 window, cap, sinks", "fp8 merge in two levels"]
 REST = [
-    "fp8",
-    "bf16",
-    "bf16 static",
-    "fp8 head dim 64",
-    "fp8 head dim 256",
-    "bf16 two heads, group 3, page 16",
-]
+    "fp8", "fp8 four new tokens", "bf16", "bf16 static", "fp8 head dim 64", "fp8 head dim 256",
+    "bf16 two heads, group 3, page 16", "bf16 map of another call",
+]  # fmt: skip
 
 pytestmark = pytest.mark.compile
 

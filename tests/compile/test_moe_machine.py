@@ -13,19 +13,22 @@ import pytest
 from hpc.common import env
 
 INSTALLED, NEWEST = "3.6.0", "3.8.0"
-FEW = [
-    "tensor cut",
-    "block in turn",
-    "tensor I = 80, H = 192",
-    "tiny block",
-]  # half a minute each: not all of them twice
+FEW = ["tensor cut", "block in turn", "tensor I = 80, H = 192", "tiny block"]
 
 pytestmark = pytest.mark.compile
 
 
-@pytest.mark.parametrize("version", [INSTALLED, pytest.param(NEWEST, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("version", "names"),
+    [
+        (INSTALLED, FEW),
+        pytest.param(INSTALLED, [], marks=pytest.mark.slow),
+        pytest.param(NEWEST, FEW, marks=pytest.mark.slow),
+    ],
+    ids=["few", "all", "newest"],
+)
 def test_kernels_compute_the_right_numbers(
-    version: str, root: Path, clean_environ: dict[str, str], tmp_path: Path
+    version: str, names: list[str], root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
     """Items cut between programs and in turn, tails along I and H, both kinds of scales; the two-launch kernels.
 
@@ -37,7 +40,6 @@ def test_kernels_compute_the_right_numbers(
         if not folder.is_dir():
             pytest.skip(f"Triton {version} is neither installed nor in {folder}")
         environ["PYTHONPATH"] = os.pathsep.join([str(folder), environ["PYTHONPATH"]])
-    names = [] if version == INSTALLED else FEW
     command = [sys.executable, str(root / "tests/compile/run_moe.py"), *names]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
