@@ -62,7 +62,7 @@ def complaints(report: dict[str, Any]) -> list[str]:
     return [f"{report['name']}, {kernel}: {complaint}" for complaint in found]
 
 
-@pytest.mark.parametrize("version", [INSTALLED, NEWEST])
+@pytest.mark.parametrize("version", [INSTALLED, pytest.param(NEWEST, marks=pytest.mark.slow)])
 def test_kernels_compile_as_designed(
     version: str, root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ def test_against_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if "I=192" in name else ())
+        pytest.param(name, marks=pytest.mark.slow if "I=192" in name or "I=80" in name else ())
         for name, params in CASES.items()
         if params.tokens < 40
     ],
