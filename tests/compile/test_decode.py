@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import INSTALLED, NEWEST, SHARED_MEMORY, reports
 
-from hpc.common import env
-
-INSTALLED = "3.6.0"  # ships with torch 2.11
-NEWEST = "3.8.0"
-SHARED_MEMORY = 227 * 1024  # bytes a CTA of SM90 may use
 GLUON = "_decode_sm90_kernel"
 # Bytes of spill stores and loads together that are allowed, by kernel.
 SPILLS = {GLUON: 0, "_merge_kernel": 0, "_assign_kernel": 0, "_decode_attention_kernel": 16}
@@ -25,22 +17,6 @@ SPILLS_OF_NEWEST = {
 }  # fmt: skip
 
 pytestmark = pytest.mark.compile
-
-
-def compile_all(version: str, root: Path, environ: dict[str, str], cache: Path) -> list[dict[str, Any]]:
-    """Reports of tests/compile/compile_decode.py under one Triton."""
-    environ = {**environ, "TRITON_CACHE_DIR": str(cache)}
-    if version != env.triton_version():
-        folder = root / ".triton" / version
-        if not folder.is_dir():
-            pytest.skip(f"Triton {version} is neither installed nor in {folder}")
-        environ["PYTHONPATH"] = os.pathsep.join([str(folder), environ["PYTHONPATH"]])
-    command = [sys.executable, str(root / "tests/compile/compile_decode.py")]
-    run = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    reports = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {report["triton"] for report in reports} == {version}
-    return reports
 
 
 def complaints(report: dict[str, Any]) -> list[str]:
@@ -65,8 +41,8 @@ def complaints(report: dict[str, Any]) -> list[str]:
 def test_kernels_compile_as_designed(
     version: str, root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    reports = compile_all(version, root, clean_environ, tmp_path)
-    kernels = [report["kernel"] for report in reports]
+    found = reports(version, root, clean_environ, tmp_path, "compile_decode.py")
+    kernels = [report["kernel"] for report in found]
     expected = {GLUON: 19, "_decode_attention_kernel": 2, "_merge_kernel": 4, "_assign_kernel": 1}
     assert {kernel: kernels.count(kernel) for kernel in set(kernels)} == expected
-    assert [line for report in reports for line in complaints(report)] == []
+    assert [line for report in found for line in complaints(report)] == []

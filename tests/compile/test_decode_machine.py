@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from processes import INSTALLED, reports
 
 # Of `run_decode.CASES`: every option, merges in two levels; then the rest.
 FEW = ["bf16 window, cap, sinks", "fp8 merge in two levels"]
@@ -22,11 +22,8 @@ def test_the_kernel_computes_the_right_numbers(
     names: list[str], root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
     """CTAs in random order, twice over one task map; outputs and partials are NaN before."""
-    from test_router import run
-
-    environ = {**clean_environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    rows = run("3.6.0", root, environ, [str(root / "tests/compile/run_decode.py"), *names]).splitlines()
-    results = {row["name"]: row for row in map(json.loads, rows)}
+    found = reports(INSTALLED, root, clean_environ, tmp_path, "run_decode.py", names)
+    results = {report["name"]: report for report in found}
     assert sorted(results) == sorted(names)
     for name, result in results.items():
         if name == "bf16 map of another call":

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import INSTALLED, NEWEST, SHARED_MEMORY, reports
 
-from hpc.common import env
-
-INSTALLED = "3.6.0"  # ships with torch 2.11
-NEWEST = "3.8.0"
-SHARED_MEMORY = 227 * 1024  # bytes a CTA of SM90 may use
 UP, DOWN = "_moe_gate_up_sm90_kernel", "_moe_down_sm90_kernel"
 # Bytes of spill stores and loads together that are allowed where it is not 0: measured, + 24.
 SPILLS = {"_moe_down_kernel": 40 + 24, "_moe_gate_up_kernel": 24, "_moe_tiny_down_kernel": 8 + 24}
@@ -28,22 +20,6 @@ NEEDED = {
 }
 
 pytestmark = pytest.mark.compile
-
-
-def compile_all(version: str, root: Path, environ: dict[str, str], cache: Path) -> list[dict[str, Any]]:
-    """Reports of tests/compile/compile_moe.py under one Triton."""
-    environ = {**environ, "TRITON_CACHE_DIR": str(cache)}
-    if version != env.triton_version():
-        folder = root / ".triton" / version
-        if not folder.is_dir():
-            pytest.skip(f"Triton {version} is neither installed nor in {folder}")
-        environ["PYTHONPATH"] = os.pathsep.join([str(folder), environ["PYTHONPATH"]])
-    command = [sys.executable, str(root / "tests/compile/compile_moe.py")]
-    run = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    reports = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {report["triton"] for report in reports} == {version}
-    return reports
 
 
 def complaints(report: dict[str, Any]) -> list[str]:
@@ -66,12 +42,12 @@ def complaints(report: dict[str, Any]) -> list[str]:
 def test_kernels_compile_as_designed(
     version: str, root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    reports = compile_all(version, root, clean_environ, tmp_path)
-    kernels = Counter((report["name"], report["kernel"]) for report in reports)
+    found = reports(version, root, clean_environ, tmp_path, "compile_moe.py")
+    kernels = Counter((report["name"], report["kernel"]) for report in found)
     assert sum(kernel == UP for _, kernel in kernels) == sum(kernel == DOWN for _, kernel in kernels) == 7
     assert sum("tiny" in kernel for _, kernel in kernels) == 4
     assert {kernel for _, kernel in kernels} >= {
         "_moe_count_kernel", "_moe_scan_kernel", "_moe_place_kernel", "_moe_reduce_kernel", "_moe_gate_up_kernel",
         "_moe_down_kernel",
     }  # fmt: skip
-    assert [line for report in reports for line in complaints(report)] == []
+    assert [line for report in found for line in complaints(report)] == []

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import INSTALLED, SHARED_MEMORY, few_or_all, reports
 
-from hpc.common import env
-
-INSTALLED = "3.6.0"  # ships with torch 2.11
-NEWEST = "3.8.0"
-SHARED_MEMORY = 227 * 1024  # bytes a CTA of SM90 may use
 BF16, FP8 = "_prefill_sm90_bf16_kernel", "_prefill_sm90_fp8_kernel"
 # Bytes of spill stores and loads together that are allowed, by kernel: measured, + 16. They are what a tile keeps for
 # its end (query scales, places of the output) and the page ids of a producer with pages of 16; loops over whole blocks
@@ -36,24 +28,6 @@ FEW = [
 ]
 
 pytestmark = pytest.mark.compile
-
-
-def compile_all(
-    version: str, root: Path, environ: dict[str, str], cache: Path, names: list[str]
-) -> list[dict[str, Any]]:
-    """Reports of tests/compile/compile_prefill.py under one Triton."""
-    environ = {**environ, "TRITON_CACHE_DIR": str(cache)}
-    if version != env.triton_version():
-        folder = root / ".triton" / version
-        if not folder.is_dir():
-            pytest.skip(f"Triton {version} is neither installed nor in {folder}")
-        environ["PYTHONPATH"] = os.pathsep.join([str(folder), environ["PYTHONPATH"]])
-    command = [sys.executable, str(root / "tests/compile/compile_prefill.py"), *names]
-    run = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    reports = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {report["triton"] for report in reports} == {version}
-    return reports
 
 
 def complaints(report: dict[str, Any]) -> list[str]:
@@ -80,21 +54,14 @@ def complaints(report: dict[str, Any]) -> list[str]:
     return [f"{name}, {kernel}: {complaint}" for complaint in found]
 
 
-@pytest.mark.parametrize(
-    ("version", "names"),
-    [
-        (INSTALLED, FEW),
-        pytest.param(INSTALLED, [], marks=pytest.mark.slow),
-        pytest.param(NEWEST, [], marks=pytest.mark.slow),
-    ],
-    ids=["few", "all", "newest"],
-)
+@few_or_all(FEW)
 def test_kernels_compile_as_designed(
     version: str, names: list[str], root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    reports = compile_all(version, root, clean_environ, tmp_path, names)
-    kernels = Counter(report["kernel"] for report in reports)
+    found = reports(version, root, clean_environ, tmp_path, "compile_prefill.py", names)
+    kernels = Counter(report["kernel"] for report in found)
     assert kernels >= Counter({BF16: 2, FP8: 1, "_prefill_attention_kernel": 2}), kernels
     if not names:
-        assert kernels >= Counter({BF16: 6, FP8: 3, "_prefill_attention_kernel": 5}), kernels
-    assert [line for report in reports for line in complaints(report)] == []
+        counts = [kernels[name] for name in (BF16, FP8, "_prefill_attention_kernel")]
+        assert counts == [6, 3, 5], kernels
+    assert [line for report in found for line in complaints(report)] == []

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import INSTALLED, NEWEST, SHARED_MEMORY, reports, run
 
-from hpc.common import env
-
-INSTALLED = "3.6.0"  # ships with torch 2.11
-NEWEST = "3.8.0"
-SHARED_MEMORY = 227 * 1024  # bytes a CTA of SM90 may use
 # Instructions that a kernel is built on.
 NEEDED = {
     "_router_tile_kernel": ("tma", "wgmma"),
@@ -25,18 +17,6 @@ NEEDED = {
 }
 
 pytestmark = pytest.mark.compile
-
-
-def run(version: str, root: Path, environ: dict[str, str], script: list[str]) -> str:
-    """Output of a Python process under one Triton."""
-    if version != env.triton_version():
-        folder = root / ".triton" / version
-        if not folder.is_dir():
-            pytest.skip(f"Triton {version} is neither installed nor in {folder}")
-        environ["PYTHONPATH"] = os.pathsep.join([str(folder), environ["PYTHONPATH"]])
-    done = subprocess.run([sys.executable, *script], env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def complaints(report: dict[str, Any]) -> list[str]:
@@ -58,13 +38,10 @@ def complaints(report: dict[str, Any]) -> list[str]:
 def test_kernels_compile_as_designed(
     version: str, root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    environ = {**clean_environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    script = [str(root / "tests/compile/compile_router.py")]
-    reports = [json.loads(line) for line in run(version, root, environ, script).splitlines()]
-    assert {report["triton"] for report in reports} == {version}
-    names = {report["kernel"] for report in reports}
+    found = reports(version, root, clean_environ, tmp_path, "compile_router.py")
+    names = {report["kernel"] for report in found}
     assert names == {*NEEDED, "_router_block_kernel", "_router_sum_kernel", "_router_topk_kernel"}
-    assert [line for report in reports for line in complaints(report)] == []
+    assert [line for report in found for line in complaints(report)] == []
 
 
 @pytest.mark.parametrize("version", [INSTALLED, NEWEST])
@@ -82,8 +59,7 @@ def test_a_stage_is_handed_back_where_it_was_used(
         "compile_router.describe = describe\n"
         "compile_router.compile_case('tile 64x64')\n"
     )
-    environ = {**clean_environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    said = run(version, root, environ, ["-c", code, str(root / "tests/compile")])
+    said = run(version, root, clean_environ, tmp_path, ["-c", code, str(root / "tests/compile")])
     ptx = Path(next(line for line in said.splitlines() if line.startswith("@@ "))[3:]).read_text()
     lines = ptx.splitlines()
     inside = [i for i, line in enumerate(lines) if "wgmma.mma_async" in line]

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from processes import few_or_all, reports
 from ptx_machine import Deadlock, launch
 
 from hpc.gemm.router.cases import TOLERANCES
 
-INSTALLED, NEWEST = "3.6.0", "3.8.0"
 FEW = ["row", "small 3 parts", "tile 64x32 in splits", "tile 64x32 3 parts", "DeepSeek-V3"]
 
 pytestmark = pytest.mark.compile
 
 
-@pytest.mark.parametrize(
-    ("version", "names"),
-    [
-        (INSTALLED, FEW),
-        pytest.param(INSTALLED, [], marks=pytest.mark.slow),
-        pytest.param(NEWEST, [], marks=pytest.mark.slow),
-    ],
-    ids=["few", "all", "newest"],
-)
+@few_or_all(FEW)
 def test_kernels_compute_the_right_numbers(
     version: str, names: list[str], root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
     """More steps than stages, edges, several units a CTA, two and three parts, splits, expert choice."""
-    from test_router import run
-
-    environ = {**clean_environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    rows = run(version, root, environ, [str(root / "tests/compile/run_router.py"), *names]).splitlines()
-    results = [json.loads(row) for row in rows]
-    assert {result["triton"] for result in results} == {version} and len(results) == (len(names) or 18)
+    results = reports(version, root, clean_environ, tmp_path, "run_router.py", names)
+    assert len(results) == (len(names) or 18)
     wrong = []
     for result in results:
         if "ids" in result:

@@ -52,6 +52,35 @@ def e4m3_bytes_to_fp16(x):
 
 
 @triton.jit
+def widen(x, INTERPRET: tl.constexpr):
+    """Matrix operand as fp16 (from fp8) or bf16; as fp32 of the same value when interpreted."""
+    if x.dtype == tl.uint8:
+        x = e4m3_bytes_to_fp16(x)
+    elif x.dtype != tl.bfloat16:
+        x = x.to(tl.float16)
+    if INTERPRET:
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def probability_operand(p, FP8: tl.constexpr, INTERPRET: tl.constexpr):
+    """Probabilities rounded to the 16-bit type of the value operand."""
+    if FP8:
+        rounded = p.to(tl.float16)
+        if INTERPRET:
+            return rounded.to(tl.float32)
+        else:
+            return rounded
+    else:
+        if INTERPRET:
+            return round_to_bf16(p)
+        else:
+            return p.to(tl.bfloat16)
+
+
+@triton.jit
 def to_e4m3_bytes(x, SOFT: tl.constexpr):
     """fp32 to the uint8 code of the nearest e4m3 value: ties to even, saturating at 448, every NaN 0x7F.
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from triton.experimental.gluon import language as gl
 
-
-class _Facts:
-    """Fields and derived values as text: Triton's cache knows a kernel by it, so a changed rule must change it."""
-
-    def __repr__(self) -> str:
-        derived = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
-        shown = (f"{n}={getattr(self, n)}" for n in (*names, *derived))
-        return f"{type(self).__name__}({', '.join(shown)})"
+from hpc.common.facts import KernelFacts
 
 
 @dataclass(frozen=True, repr=False)
-class UpConfig(_Facts):
+class UpConfig(KernelFacts):
     """The gate-up kernel. A tile is 64 columns of gate and the same of up, for N rows; HALVES tiles make an item."""
 
     H: int
@@ -87,7 +79,7 @@ class UpConfig(_Facts):
 
 
 @dataclass(frozen=True, repr=False)
-class DownConfig(_Facts):
+class DownConfig(KernelFacts):
     """The down kernel. A tile is 128 columns of the output for N rows."""
 
     H: int

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from triton.experimental.gluon import language as gl
 
 from hpc.attention.decode import plan
+from hpc.common.facts import KernelFacts
 
 
 @dataclass(frozen=True, repr=False)
-class Config:
+class Config(KernelFacts):
     """Compile-time facts of one kernel; derived sizes are properties, so the cache key holds only what varies."""
 
     D: int  # head dim of q and k
@@ -35,15 +36,6 @@ class Config:
     PRODUCER_REGS: int = 40
     FAN: int = 16  # chunks merged by one CTA at most
     NARROW: int = 8  # likewise where two levels do: 14.0 to 13.7 us (fp8 8/1 1x64K+15x4K), 32 at once 16.2
-
-    def __repr__(self) -> str:
-        """Fields and derived values: Triton's cache knows a kernel by this text, so a changed rule must change it."""
-        derived = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        return (
-            "Config("
-            + ", ".join(f"{n}={getattr(self, n)}" for n in (*self.__dataclass_fields__, *derived))
-            + ")"
-        )
 
     @property
     def ROWS(self) -> int:

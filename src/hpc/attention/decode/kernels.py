@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from hpc.attention.decode import plan
-from hpc.common.triton_helpers import e4m3_bytes_to_fp16, pdl_launch, pdl_wait, round_to_bf16, to_bf16
+from hpc.common.triton_helpers import pdl_launch, pdl_wait, probability_operand, to_bf16, widen
 
 TILE = tl.constexpr(plan.TILE)
 ENTRY = tl.constexpr(plan.ENTRY_WORDS)
@@ -25,35 +25,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 FIRST_MAX = tl.constexpr(
     -1e30
 )  # running maximum before any key: finite, so exp2(-inf - m) is 0 and never NaN
-
-
-@triton.jit
-def _widen(x, INTERPRET: tl.constexpr):
-    """Matrix operand as fp16 (from fp8) or bf16; as fp32 of the same value when interpreted."""
-    if x.dtype == tl.uint8:
-        x = e4m3_bytes_to_fp16(x)
-    elif x.dtype != tl.bfloat16:
-        x = x.to(tl.float16)
-    if INTERPRET:
-        return x.to(tl.float32)
-    else:
-        return x
-
-
-@triton.jit
-def _probability_operand(p, FP8: tl.constexpr, INTERPRET: tl.constexpr):
-    """Probabilities rounded to the 16-bit type of the value operand."""
-    if FP8:
-        rounded = p.to(tl.float16)
-        if INTERPRET:
-            return rounded.to(tl.float32)
-        else:
-            return rounded
-    else:
-        if INTERPRET:
-            return round_to_bf16(p)
-        else:
-            return p.to(tl.bfloat16)
 
 
 @triton.jit
@@ -150,7 +121,7 @@ def _attend(
         k = tl.load(
             k_head + k_rows[:, None] + offs_d[None, :], mask=real[:, None] & (offs_d < D)[None, :], other=0.0
         )
-        scores = tl.dot(q, tl.trans(_widen(k, INTERPRET))) * row_scale[:, None]
+        scores = tl.dot(q, tl.trans(widen(k, INTERPRET))) * row_scale[:, None]
         if TOKEN_SCALES:
             ks_rows = page * stride_ks_page + (row // SCALES_PER_ROW) * stride_ks_row + row % SCALES_PER_ROW
             key_scale = tl.load(kscale_ptr + h.to(tl.int64) * stride_ks_head + ks_rows, mask=real, other=0.0)
@@ -172,7 +143,7 @@ def _attend(
         v = tl.load(
             v_head + v_rows[:, None] + offs_v[None, :], mask=real[:, None] & (offs_v < DV)[None, :], other=0.0
         )
-        acc = tl.dot(_probability_operand(p, FP8, INTERPRET), _widen(v, INTERPRET), acc * shrink[:, None])
+        acc = tl.dot(probability_operand(p, FP8, INTERPRET), widen(v, INTERPRET), acc * shrink[:, None])
     return acc, m, l
 
 
@@ -293,7 +264,7 @@ def _decode_attention_kernel(
                 qscale_ptr + token * stride_qs_tok + head, mask=rows < R, other=0.0
             )
         acc, m, l = _attend(
-            _widen(q, INTERPRET), row_scale, length - S + 1 + rows // G, t, t_stop, length, h,
+            widen(q, INTERPRET), row_scale, length - S + 1 + rows // G, t, t_stop, length, h,
             block_ids_ptr + b.to(tl.int64) * stride_ids, k_ptr, v_ptr, kscale_ptr, num_pages,
             stride_k_page, stride_k_tok, stride_k_head, stride_v_page, stride_v_tok, stride_v_head,
             stride_ks_page, stride_ks_row, stride_ks_head, window, logit_cap,

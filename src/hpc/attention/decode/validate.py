@@ -7,7 +7,7 @@ import torch
 from hpc.attention.decode import choose, plan
 from hpc.attention.decode.arguments import Arguments, plain_numbers
 from hpc.attention.decode.launch import Layout
-from hpc.common import arch, checks
+from hpc.common import arch, attention_checks, checks
 from hpc.common.errors import UnsupportedDevice, fail
 
 FP8 = torch.float8_e4m3fn
@@ -34,7 +34,7 @@ def call(args: Arguments) -> tuple[choose.Key, Layout]:
         fail(function, "kcache", expected="at least one page", got=0, remedy="Allocate the cache first.")
     qscale, kscale = _scales(function, q, vcache, args.scales, args.quant)
     _schedule(args, kv_heads)
-    _optional_tensors(args, v_dim)
+    attention_checks.output_and_sinks(function, q, args.output, args.sinks, v_dim)
     k_strides, v_strides = _strides(kcache), _strides(vcache)
     aligned = all(
         tensor.data_ptr() % 16 == 0 and all(s > 0 and s * tensor.element_size() % 16 == 0 for s in strides)
@@ -250,35 +250,6 @@ def _schedule(args: Arguments, kv_heads: int) -> None:
         checks.same_device(function, "split_flag", split_flag, args.q.device)
         wanted = (args.seq_lens.shape[0], kv_heads)
         checks.shape(function, "split_flag", split_flag, wanted, "It is neither read nor written.")
-
-
-def _optional_tensors(args: Arguments, v_dim: int) -> None:
-    function, q, output, sinks = args.function, args.q, args.output, args.sinks
-    rows, q_heads = q.shape[:2]
-    if output is not None:
-        checks.dtype(function, "output", output, torch.bfloat16)
-        checks.same_device(function, "output", output, q.device)
-        checks.shape(function, "output", output, (rows, q_heads, v_dim))
-        checks.inner_contiguous(function, "output", output)
-        if not _apart(output):
-            remedy = "Pass a tensor that is no expanded or overlapping view."
-            fail(function, "output", expected="rows that do not overlap", got=output.stride(), remedy=remedy)
-    if sinks is not None:
-        checks.dtype(function, "sinks", sinks, torch.float32, "Convert with .float().")
-        checks.same_device(function, "sinks", sinks, q.device)
-        checks.shape(function, "sinks", sinks, (q_heads,), "One logit a query head.")
-        checks.contiguous(function, "sinks", sinks)
-
-
-def _apart(output: torch.Tensor) -> bool:
-    """Whether no two elements share an address: each dimension steps over all that lies inside it."""
-    inside = 1
-    for stride, size in sorted(zip(output.stride(), output.shape, strict=True)):
-        if size > 1:
-            if stride < inside:
-                return False
-            inside += stride * (size - 1)
-    return True
 
 
 def workspace(function: str, task_map: torch.Tensor, where: torch.device, kv_heads: int) -> None:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from triton.experimental.gluon import language as gl
 
+from hpc.common.facts import KernelFacts
+
 
 @dataclass(frozen=True, repr=False)
-class Config:
+class Config(KernelFacts):
     """Compile-time facts of one kernel; derived sizes are properties, so the cache key holds only what varies."""
 
     D: int  # head dim of q, k and v
@@ -26,15 +28,6 @@ class Config:
     PDL: bool
     BN: int = 128  # keys of a block; 64 with a head dim of 256
     FLUSH: int = 32  # FP8: blocks summed in the tensor cores' accumulator before they move to fp32
-
-    def __repr__(self) -> str:
-        """Fields and derived values: Triton's cache knows a kernel by this text, so a changed rule must change it."""
-        derived = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        return (
-            "Config("
-            + ", ".join(f"{n}={getattr(self, n)}" for n in (*self.__dataclass_fields__, *derived))
-            + ")"
-        )
 
     @property
     def NH(self) -> int:

@@ -14,42 +14,13 @@ import triton
 import triton.language as tl
 
 from hpc.attention.prefill.schedule import ENTRY, HEADER
-from hpc.common.triton_helpers import e4m3_bytes_to_fp16, pdl_launch, pdl_wait, round_to_bf16, to_bf16
+from hpc.common.triton_helpers import pdl_launch, pdl_wait, probability_operand, to_bf16, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FIRST_MAX = tl.constexpr(
     -1e30
 )  # running maximum before any key: finite, so exp2(-inf - m) is 0 and never NaN
-
-
-@triton.jit
-def _widen(x, INTERPRET: tl.constexpr):
-    """Matrix operand as fp16 (from fp8) or bf16; as fp32 of the same value when interpreted."""
-    if x.dtype == tl.uint8:
-        x = e4m3_bytes_to_fp16(x)
-    elif x.dtype != tl.bfloat16:
-        x = x.to(tl.float16)
-    if INTERPRET:
-        return x.to(tl.float32)
-    else:
-        return x
-
-
-@triton.jit
-def _probability_operand(p, FP8: tl.constexpr, INTERPRET: tl.constexpr):
-    """Probabilities rounded to the 16-bit type of the value operand."""
-    if FP8:
-        rounded = p.to(tl.float16)
-        if INTERPRET:
-            return rounded.to(tl.float32)
-        else:
-            return rounded
-    else:
-        if INTERPRET:
-            return round_to_bf16(p)
-        else:
-            return p.to(tl.bfloat16)
 
 
 @triton.jit
@@ -101,7 +72,7 @@ def _attend(
         k = tl.load(
             k_ptr + k_rows[:, None] + offs_d[None, :], mask=real[:, None] & (offs_d < D)[None, :], other=0.0
         )
-        scores = tl.dot(q, tl.trans(_widen(k, INTERPRET))) * row_scale[:, None]
+        scores = tl.dot(q, tl.trans(widen(k, INTERPRET))) * row_scale[:, None]
         if TOKEN_SCALES:
             ks_rows = page * stride_ks_page + (row // SCALES_PER_ROW) * stride_ks_row + row % SCALES_PER_ROW
             scores = scores * tl.load(kscale_ptr + ks_rows, mask=real, other=0.0)[None, :]
@@ -124,7 +95,7 @@ def _attend(
         v = tl.load(
             v_ptr + v_rows[:, None] + offs_v[None, :], mask=real[:, None] & (offs_v < DV)[None, :], other=0.0
         )
-        acc = tl.dot(_probability_operand(p, FP8, INTERPRET), _widen(v, INTERPRET), acc * shrink[:, None])
+        acc = tl.dot(probability_operand(p, FP8, INTERPRET), widen(v, INTERPRET), acc * shrink[:, None])
     return acc, m, l
 
 
@@ -231,7 +202,7 @@ def _prefill_attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m = tl.full([BLOCK_M], FIRST_MAX, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    q = _widen(q, INTERPRET)
+    q = widen(q, INTERPRET)
     if WINDOW:
         acc, m, l = _attend(
             acc, m, l, q, row_scale, position, lo, lo_whole, keys, row0 - first, page_ids, k_head, v_head, ks_head,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hpc.attention.prefill import plan
-from hpc.common import arch, checks
+from hpc.common import arch, attention_checks, checks
 from hpc.common.errors import fail
 from hpc.common.quant import QuantType
 
@@ -116,7 +116,7 @@ def call(args: Arguments) -> tuple[plan.Key, Layout]:
     if args.paged and args.seq_lens.shape[0] and v.shape[0] == 0:
         fail(function, "kcache", expected="at least one page", got=0, remedy="Allocate the cache first.")
     kscale = _scales(args)
-    _optional_tensors(args, v_dim)
+    attention_checks.output_and_sinks(function, q, args.output, args.sinks, v_dim)
     tensors = (q, k, v) if args.output is None else (q, k, v, args.output)
     aligned = all(
         t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in t.stride()[:-1])
@@ -265,32 +265,3 @@ def _scales(args: Arguments) -> tuple[int, int, int]:
         fail(function, "kscale", expected=expected, got=list(kscale.shape), remedy=remedy)
     first, second, third = (s * size // 4 for s in kscale.stride()[:3])
     return first, second, third
-
-
-def _optional_tensors(args: Arguments, v_dim: int) -> None:
-    function, q, output, sinks = args.function, args.q, args.output, args.sinks
-    rows, q_heads = q.shape[:2]
-    if output is not None:
-        checks.dtype(function, "output", output, torch.bfloat16)
-        checks.same_device(function, "output", output, q.device)
-        checks.shape(function, "output", output, (rows, q_heads, v_dim))
-        checks.inner_contiguous(function, "output", output)
-        if not _apart(output):
-            remedy = "Pass a tensor that is no expanded or overlapping view."
-            fail(function, "output", expected="rows that do not overlap", got=output.stride(), remedy=remedy)
-    if sinks is not None:
-        checks.dtype(function, "sinks", sinks, torch.float32, "Convert with .float().")
-        checks.same_device(function, "sinks", sinks, q.device)
-        checks.shape(function, "sinks", sinks, (q_heads,), "One logit a query head.")
-        checks.contiguous(function, "sinks", sinks)
-
-
-def _apart(output: torch.Tensor) -> bool:
-    """Whether no two elements share an address: each dimension steps over all that lies inside it."""
-    inside = 1
-    for stride, size in sorted(zip(output.stride(), output.shape, strict=True)):
-        if size > 1:
-            if stride < inside:
-                return False
-            inside += stride * (size - 1)
-    return True

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 
 from triton.experimental.gluon import language as gl
 
-
-class _Shown:
-    """Fields and derived values as text: Triton's cache knows a kernel by it, so a changed rule must change it."""
-
-    def __repr__(self) -> str:
-        derived = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        names = (*self.__dataclass_fields__, *derived)  # type: ignore[attr-defined]
-        return type(self).__name__ + "(" + ", ".join(f"{n}={getattr(self, n)}" for n in names) + ")"
+from hpc.common.facts import KernelFacts
 
 
 def _bits(count: int) -> range:
@@ -21,7 +14,7 @@ def _bits(count: int) -> range:
 
 
 @dataclass(frozen=True, repr=False)
-class SmallConfig(_Shown):
+class SmallConfig(KernelFacts):
     """The register kernel for few tokens: a CTA takes 16 weight rows, MT tokens and WARPS * CHUNKS * 32 of K."""
 
     WARPS: int
@@ -78,7 +71,7 @@ class SmallConfig(_Shown):
 
 
 @dataclass(frozen=True, repr=False)
-class TileConfig(_Shown):
+class TileConfig(KernelFacts):
     """The wgmma kernel: a CTA takes BM tokens and BN = P0 + P1 weight rows, high and low parts stacked."""
 
     BM: int
