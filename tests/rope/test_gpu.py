@@ -30,7 +30,7 @@ def test_equals_the_reference_bit_for_bit(name: str) -> None:
     assert_same(have, expected(inputs), name)
     if params.tokens:
         codes = cases.queries(cases.prologue(cases.copied(inputs)))
-        assert_close(codes, cases.exact(inputs)[0], cases.TOLERANCES[params.dtype], name)
+        assert_close(codes, cases.exact(inputs)[0], cases.tolerance(params), name)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "bf16"])

@@ -20,8 +20,15 @@ from hpc.testing import PagedCache, make_paged_cache
 K_SCALE, V_SCALE, Q_SCALE_INV = 0.037, 0.019, 17.0  # far from 1: a scale left out or exchanged shows
 
 # Queries: what rounding the exact result leaves. bf16: 1.7e-3 RMS, half a unit in the last place at most. e4m3 codes,
-# in units of their scale: 2.6e-2 RMS, 16 of 448 at most. The tests compare bits besides.
+# in units of their scale: 2.6e-2 RMS, 16 of the largest at most: of 448 with a scale a head, of little over 256 in the
+# worst case with a fixed one. The tests compare bits besides.
 TOLERANCES = {"bf16": Tolerance(rms=2.0e-3, max=4e-3), "fp8": Tolerance(rms=2.9e-2, max=3.7e-2)}
+FIXED_SCALE = Tolerance(rms=2.9e-2, max=6.3e-2)
+
+
+def tolerance(params: RopeCase) -> Tolerance:
+    fixed = params.dtype == "fp8" and params.quant_policy != 1
+    return FIXED_SCALE if fixed else TOLERANCES[params.dtype]
 
 
 @dataclass(frozen=True)
@@ -196,7 +203,7 @@ class RopeOperator:
         return exact(inputs)[0]
 
     def tolerance(self, case: Case) -> Tolerance:
-        return TOLERANCES[case.params.dtype]
+        return tolerance(case.params)
 
     def floor(self, case: Case) -> Floor:
         """Bytes read (projection, table, index) and written (queries, keys, values, scales, cleared rows) once. Eight
