@@ -6,6 +6,8 @@ Run in a process of its own, without TRITON_INTERPRET: `python compile_prefill.p
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import multiprocessing
 import os
@@ -13,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -70,18 +73,59 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     from hpc.common.offline import compiling_for
 
     torch.set_num_threads(1)
-    reports = []
+    reports: list[dict[str, Any]] = []
+    lost: list[str] = []
 
     def listener(*, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
         (ptx,) = (Path(path) for file, path in metadata_group.items() if file.endswith(".ptx"))
         kernel = src.fn.__name__
         reports.append(
-            {"name": name, "kernel": kernel, "triton": triton.__version__, **describe(ptx, metadata)}
-        )
+            {"name": name, "kernel": kernel, "triton": triton.__version__, "lost": sorted({*lost}),
+             **describe(ptx, metadata)}
+        )  # fmt: skip
+        lost.clear()
 
-    with compiling_for("sm90"), mock.patch.object(triton.knobs.compilation, "listener", listener):
+    listening = mock.patch.object(triton.knobs.compilation, "listener", listener)
+    with compiling_for("sm90"), listening, watching_loops(lost):
         launch_call(CASES[name])
     return reports
+
+
+@contextlib.contextmanager
+def watching_loops(lost: list[str]) -> Iterator[None]:
+    """Note variables whose assignment in a loop Triton drops.
+
+    Triton runs a loop's body once on trial and keeps across turns what then has another value than before the loop. A
+    variable that shares its value with a second one before the loop, and takes that second one's in it, looks unchanged
+    on trial although the second one changes: `old = new` before and in a loop that ends with `new = next`.
+    """
+    from triton.compiler.code_generator import CodeGenerator, flatten_values_to_ir
+
+    find, verify = CodeGenerator._find_carries, CodeGenerator._verify_loop_carried_variable
+    seen: list[dict[str, tuple[Any, Any]]] = []
+
+    def verifying(self: Any, name: str, loop_value: Any, live_value: Any) -> None:
+        seen[-1][name] = tuple(flatten_values_to_ir([value]) for value in (live_value, loop_value))
+        verify(self, name, loop_value, live_value)
+
+    def finding(self: Any, node: Any, *args: Any, **more: Any) -> Any:
+        seen.append({})
+        found = find(self, node, *args, **more)
+        values = seen.pop()
+        kernel = self.function_name.partition("__")[0]
+        carried = [handle for name in found[0] for handle in values[name][0]]
+        for name in {
+            x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+        }:
+            if name in values and name not in found[0] and any(x in carried for x in values[name][1]):
+                lost.append(f"{kernel} loses {name} in a loop")
+        return found
+
+    with (
+        mock.patch.object(CodeGenerator, "_find_carries", finding),
+        mock.patch.object(CodeGenerator, "_verify_loop_carried_variable", verifying),
+    ):
+        yield
 
 
 def launch_call(fields: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ def complaints(report: dict[str, Any]) -> list[str]:
     """What is wrong with one compiled kernel."""
     name, kernel, counts = report["name"], report["kernel"], report["instructions"]
     found = [f"ptxas warns {code}" for code in report["warnings"]]  # C7510 and on: wgmma serialised
+    found += report["lost"]
     allowed = max(SPILLS[kernel], SPILLS_BY_NAME.get(name, 0)) if kernel in (BF16, FP8) else SPILLS[kernel]
     if report["spill"] > allowed and report["triton"] == INSTALLED:
         found.append(f"{report['spill']} bytes of spills, {allowed} allowed")

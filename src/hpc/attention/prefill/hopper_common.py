@@ -83,11 +83,18 @@ def _fetch(desc, buf, bar, slot, pages, keys, block, h, C: gl.constexpr):
 
 
 @gluon.jit
+def _put(desc, buf, full, empty, count, pages, keys, block, h, C: gl.constexpr):
+    """Copy a block into the stage of turn `count`, once its readers have left it."""
+    stage = count % C.STAGES
+    mbarrier.wait(empty.index(stage), ((count // C.STAGES) & 1) ^ 1)
+    _fetch(desc, buf, full.index(stage), stage * C.KH * C.NP, pages, keys, block, h, C)
+
+
+@gluon.jit
 def producer(q_desc, k_desc, v_desc, qbuf, kbuf, vbuf, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
              ids_ptr, stride_ids, num_ctas, num_pages, window, C: gl.constexpr):  # fmt: skip
     """One warp: Q of each tile, then its blocks from the last to the first, K one block ahead of V."""
     KH: gl.constexpr = C.KH
-    BOXES: gl.constexpr = C.KH * C.NP
     cta = gl.program_id(0)
     pdl_wait(C.PDL)
     n_work = num_work(table_ptr, C)
@@ -102,6 +109,9 @@ def producer(q_desc, k_desc, v_desc, qbuf, kbuf, vbuf, q_full, q_empty, k_full, 
             hi, blocks, _, _ = blocks_of(tokens, first, start, keys, window, C)
             ids = ids_ptr + b.to(gl.int64) * stride_ids
             pages = _pages(ids, keys, hi - 1, num_pages, C)
+            # Triton keeps a variable across turns only if a trial turn leaves it another value than before the loop.
+            # Were `old` the same value as `pages` here, V would come from the last block's pages for ever.
+            old = _pages(ids, keys, -1, num_pages, C)
             mbarrier.wait(q_empty, (it & 1) ^ 1)
             mbarrier.expect(q_full, 128 * C.D * C.BYTES)
             for wg in gl.static_range(2):
@@ -109,19 +119,13 @@ def producer(q_desc, k_desc, v_desc, qbuf, kbuf, vbuf, q_full, q_empty, k_full, 
                     tma_load(
                         q_desc, [row0 + wg * C.QT, head, half * C.DB], q_full, qbuf.index(wg * KH + half)
                     )
-            old = pages
             for i in range(blocks + 1):
-                ahead = pages
+                ahead = _pages(ids, keys, hi - 2 - i, num_pages, C)
                 if i < blocks:
-                    stage = kc % C.STAGES
-                    ahead = _pages(ids, keys, hi - 2 - i, num_pages, C)
-                    mbarrier.wait(k_empty.index(stage), ((kc // C.STAGES) & 1) ^ 1)
-                    _fetch(k_desc, kbuf, k_full.index(stage), stage * BOXES, pages, keys, hi - 1 - i, h, C)
+                    _put(k_desc, kbuf, k_full, k_empty, kc, pages, keys, hi - 1 - i, h, C)
                     kc += 1
                 if i > 0:
-                    stage = vc % C.STAGES
-                    mbarrier.wait(v_empty.index(stage), ((vc // C.STAGES) & 1) ^ 1)
-                    _fetch(v_desc, vbuf, v_full.index(stage), stage * BOXES, old, keys, hi - i, h, C)
+                    _put(v_desc, vbuf, v_full, v_empty, vc, old, keys, hi - i, h, C)
                     vc += 1
                 old = pages
                 pages = ahead
