@@ -156,7 +156,15 @@ def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
         "spill": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log))),
         "shared": metadata["shared"],
         "instructions": {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
+        "freed after": freed_after(text),
     }
+
+
+def freed_after(ptx: str) -> str | None:
+    """The instruction, of those that load or use a stage, in front of the one that frees it."""
+    before, arrive, _ = ptx.partition("mbarrier.arrive.shared::cta.b64 _,")
+    used = re.findall(r"ldmatrix|mma\.sync", before)
+    return used[-1] if arrive and used else None
 
 
 if __name__ == "__main__":

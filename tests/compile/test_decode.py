@@ -34,6 +34,9 @@ def complaints(report: dict[str, Any]) -> list[str]:
         mma = "mma f16" if report["name"].startswith("fp8 ") else "mma bf16"
         needed = ("tma", "ldmatrix", "ldmatrix.trans", mma, "griddepcontrol.wait")
         found += [f"no {name}" for name in needed if not counts[name]]
+        # A barrier does not wait for loads under way in other warps; a product waits for those that it uses.
+        if report["freed after"] != "mma.sync":
+            found.append(f"a stage is freed after {report['freed after']}")
     return [f"{report['name']}, {kernel}: {complaint}" for complaint in found]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -321,7 +322,8 @@ def test_a_static_call_that_splits_nothing_takes_no_scratch(page: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "path"), [("fp8", "dynamic"), ("bf16", "dynamic"), ("fp8", "static")])
 def test_a_call_costs_the_host_less_than_20_us(dtype: str, path: str) -> None:
-    """The least of 30 rounds: other work on the host only adds time."""
+    """The least of 30 rounds, on a host that launches `add_` in 5.5 us; a slower one (other work, a sleepy clock) may
+    take as much longer as it does for `add_`."""
     x = make((64,) * 4, dtype=dtype)
     output = torch.empty((4, 8, 128), dtype=torch.bfloat16, device="cuda")
     scales = (x.qscale, x.kscale, x.vscale) if dtype == "fp8" else ()
@@ -332,12 +334,18 @@ def test_a_call_costs_the_host_less_than_20_us(dtype: str, path: str) -> None:
         "task_map": x.task_map if path == "dynamic" else None,
         "output": output,
     }
-    best = float("inf")
-    for _ in range(30):
+    counter = torch.zeros(1, device="cuda")
+
+    def host_us(call: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(50):  # fewer than the launches that the driver queues
-            function(*tensors, **options)
-        best = min(best, (time.perf_counter() - start) / 50 * 1e6)
-    print(f"{best:.1f} us a call")
-    assert best < 20, f"{best:.1f} us"
+            call()
+        return (time.perf_counter() - start) / 50 * 1e6
+
+    rounds = [
+        (host_us(lambda: function(*tensors, **options)), host_us(lambda: counter.add_(1))) for _ in range(30)
+    ]
+    best, yardstick = (min(times) for times in zip(*rounds, strict=True))
+    print(f"{best:.1f} us a call, add_ {yardstick:.1f} us")
+    assert best < 20 * max(1.0, yardstick / 5.5), f"{best:.1f} us, add_ {yardstick:.1f} us"

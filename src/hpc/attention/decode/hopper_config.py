@@ -141,7 +141,7 @@ class Config(KernelFacts):
 
     @property
     def LATE_V(self) -> bool:
-        """Load V half by half after the softmax: slower to free a stage, but head dim 256 spills otherwise."""
+        """Load V half by half after the softmax: slower, but head dim 256 spills otherwise."""
         return self.DV > 128
 
     @property
