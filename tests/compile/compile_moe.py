@@ -20,7 +20,7 @@ from unittest import mock
 
 WORKERS = 2
 
-# Name -> (tokens, experts, hidden, intermediate, block scales, backend or None for the choice).
+# Name -> (tokens, experts, hidden, intermediate, block scales, alternative or None for the choice).
 CASES: dict[str, tuple[int, int, int, int, bool, str | None]] = {
     "tensor tiny": (1, 192, 4096, 192, False, None),
     "block tiny": (1, 192, 4096, 192, True, None),
@@ -30,6 +30,8 @@ CASES: dict[str, tuple[int, int, int, int, bool, str | None]] = {
     "block tile 32": (64, 24, 4096, 1536, True, None),
     "tensor tile 128": (1024, 24, 4096, 1536, False, None),
     "block tile 64": (1024, 24, 4096, 1536, True, None),
+    "tensor wide 128": (1024, 24, 4096, 1536, False, "wide 128"),
+    "block wide 64": (1024, 24, 4096, 1536, True, "wide 64"),
     "tensor tile 16, I = 80": (64, 128, 2048, 80, False, None),
     "tensor portable": (64, 128, 2048, 768, False, "portable"),
     "block portable": (1024, 128, 2048, 80, True, "portable"),
@@ -70,12 +72,12 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         )
 
     tokens, experts, hidden, inter, block, backend = CASES[name]
-    chosen = (
-        None
-        if backend is None
-        else plan.Plan(backend, 32 if block else 16, 128, tokens * 8 <= plan.FUSED_PAIRS)
-    )
     params = MoeCase(tokens, experts, hidden, inter, block=block)
+    chosen = None
+    if backend == "portable":
+        chosen = plan.Plan(backend, 32 if block else 16, 128, tokens * 8 <= plan.FUSED_PAIRS)
+    elif backend is not None:
+        chosen = plan.alternatives(warm.key_of(params, "sm90"))[backend]
     with mock.patch.object(triton.knobs.compilation, "listener", listener):
         warm.compile_shape(params, "sm90", chosen)
     return reports

@@ -29,6 +29,10 @@ CASES: dict[str, tuple[int, int, int, int, bool, int, int, int, int, bool]] = {
     "block tile 64": (40, 2, 256, 128, True, 64, 1, 8, 4, False),
     "tensor fresh 64": (9, 3, 512, 64, False, 8, 2, 4, 1, False),
     "tensor fresh 128": (9, 3, 512, 64, False, 8, 2, 4, 1, False),
+    "tensor fresh 32": (9, 3, 512, 64, False, 8, 2, 4, 1, False),
+    "block fresh 32": (9, 3, 384, 128, True, 32, 2, 4, 4, False),
+    "tensor wide": (70, 2, 384, 192, False, 64, 1, 8, 4, True),
+    "block wide": (70, 2, 320, 192, True, 64, 1, 8, 4, True),
     "tensor tile 128": (70, 2, 256, 64, False, 128, 1, 8, 4, False),
 }
 # The two kernels for a handful of tokens: (tokens, experts, hidden, inter, block scales).
@@ -121,10 +125,13 @@ def run_case(name: str) -> dict[str, Any]:
     params = MoeCase(tokens, experts, hidden, inter, top_k=2, block=block)
     inputs = cases.make_inputs(params, "cpu", len(name))
     key = replace(cases.key_of(inputs), sm90=True, hardware_fp8=True)
-    fresh = int(name.rsplit(" ", 1)[1]) if "fresh" in name else 256
-    up = plan.Product(128, boxes, 3, warps, producers, 1, in_turn, fresh)
+    fresh = (
+        int(name.rsplit(" ", 1)[1]) if "fresh" in name else 64 if "wide" in name else 128 if block else 256
+    )
+    up = plan.Product(128, boxes, 3, warps, producers, 1, in_turn, fresh, "wide" in name)
     box = 64 if 0 < inter % 128 <= 64 else 128
-    down = plan.Product(box, 1 if block or box == 128 else 2, 2, warps, 1, 1, in_turn)
+    boxes = 1 if block or box == 128 or "wide" in name else 2
+    down = plan.Product(box, boxes, 2, warps, 1, 1, in_turn, wide="wide" in name)
     chosen = plan.Plan("sm90", tile, 16, True, up, down)
     assert plan.is_legal(chosen, key) is None, plan.is_legal(chosen, key)
     texts = compiled(params, chosen)
@@ -150,7 +157,7 @@ def gate_up(
     import torch
     from ptx_moe import launch
 
-    ptx = texts["_moe_gate_up_sm90_kernel"]
+    ptx = texts["_moe_gate_up_wide_kernel" if chosen.up.wide else "_moe_gate_up_sm90_kernel"]
     stride = -(-key.inter // 16) * 16
     codes = torch.full((key.pairs, stride), 0x7F, dtype=torch.uint8)
     scales = torch.full((key.groups, key.pairs), torch.nan)
@@ -185,7 +192,7 @@ def gate_up(
         .view(key.num_experts, 2, key.inter // 8, 8, key.hidden)
         .permute(0, 2, 1, 3, 4)
     )
-    maps = {number: (view.numpy(), (1, 8, 2, 8, 128))}
+    maps = {number: (view.numpy(), (1, 16 if chosen.up.wide else 8, 2, 8, 128))}
     order = [2, 0, 1] if not chosen.up.shared_order else None  # the last to arrive is not the last by number
     launch(ptx, (PROGRAMS, 1, 1), {first + i: a for i, a in enumerate(arguments)}, memory.bytes, maps, order)
     return stride, memory.get(at[1], scales), memory.get(at[0], codes)
@@ -197,7 +204,7 @@ def down_product(texts: Any, inputs: Any, key: Any, chosen: Any, places: Any, me
     import torch
     from ptx_moe import launch
 
-    ptx = texts["_moe_down_sm90_kernel"]
+    ptx = texts["_moe_down_wide_kernel" if chosen.down.wide else "_moe_down_sm90_kernel"]
     y = torch.full((key.pairs, key.hidden), torch.nan, dtype=torch.bfloat16)
     out = memory.put(y)
     lists = [places[name] for name in ("expert", "start", "rows", "num_tiles", "pair")]
@@ -206,7 +213,7 @@ def down_product(texts: Any, inputs: Any, key: Any, chosen: Any, places: Any, me
     (w_number, a_number), first = numbers(ptx, len(arguments))
     box = chosen.down.box
     maps = {
-        w_number: (inputs.w2.view(torch.uint8).numpy(), (1, 128, box)),
+        w_number: (inputs.w2.view(torch.uint8).numpy(), (1, 256 if chosen.down.wide else 128, box)),
         a_number: (codes[:, : key.inter].numpy(), (chosen.tile, box)),
     }
     launch(ptx, (PROGRAMS, 1, 1), {first + i: a for i, a in enumerate(arguments)}, memory.bytes, maps)

@@ -17,14 +17,18 @@ from hpc.moe.case_lists import MoeCase
 from hpc.moe.reference import BLOCK, moe_reference
 from hpc.moe.validate import Arguments
 
-# Rounding the output to bf16 leaves 1.7e-3 RMS. The FP8 matrix instructions keep 14 bits while they add, which puts a
-# relative error near 1.5e-4 on gate and up: enough to flip some roundings to bf16, and through them some to e4m3, whose
-# steps are 6 to 12 %. That is 5e-3 to 6e-3 RMS in all where many values average. Without the rounding of gate and up to
-# bf16 it would be 1.2e-2 to 2e-2.
-TOLERANCE = Tolerance(rms=9e-3, max=4e-2)
-# A few tokens have few values for the flips to average over: 1.0e-2 was seen.
-FEW_TOLERANCE = Tolerance(rms=1.6e-2, max=6e-2)
-FEW = 16384  # intermediate values of all pairs
+# Rounding the output to bf16 leaves 1.7e-3 RMS. The rest is flips: a relative error of 3.5e-5 to 7e-5 on gate and up
+# (32 or 64 columns in one accumulator of the tensor core) changes a rounding to bf16 here and there, and through it one
+# to e4m3, whose step is 6 to 12 %. That adds 1.7e-3 to 3.6e-3 in a model of the tensor core. The maximum is that of one
+# flipped code with a large weight, which no precision short of the reference's excludes.
+TOLERANCE = Tolerance(rms=5e-3, max=1e-1)
+# With few values one flip of a large code is a good part of the norm: (intermediate values of all pairs, limit).
+FEW_TOLERANCE = Tolerance(rms=1.6e-2, max=1e-1)
+FEW_TOLERANCES = ((4096, FEW_TOLERANCE), (32768, Tolerance(rms=8e-3, max=1e-1)))
+FEW = FEW_TOLERANCES[-1][0]
+# What flips may add to the error against activations that are not requantised at all: a code flips where two neighbours
+# are equally far, so next to nothing. 0.2 % was the most in the model for some thousand values.
+UNQUANTISED_FACTOR = 1.01
 # Kernels that accumulate in fp32 flip next to nothing.
 EXACT_TOLERANCE = Tolerance(rms=2.6e-3, max=1.2e-2)
 
@@ -163,19 +167,21 @@ def run(inputs: MoeInputs, **more: Any) -> torch.Tensor:
     )  # fmt: skip
 
 
-def reference(inputs: MoeInputs) -> torch.Tensor:
-    """The call in float64, from the inputs as stored."""
+def reference(inputs: MoeInputs, requantised: bool = True) -> torch.Tensor:
+    """The call in float64, from the inputs as stored; without rounding the activations to e4m3 if not requantised."""
     return moe_reference(
         inputs.x, inputs.w13, inputs.w2, inputs.topk_ids, inputs.topk_scale, rank_ep=inputs.params.rank,
         x_scale=inputs.x_scale, w13_scale=inputs.w13_scale, w2_scale=inputs.w2_scale, act_scale=inputs.act_scale,
         use_bf16_mul=inputs.params.bf16_mul, shared_output=inputs.shared_output,
         routed_scaling_factor=inputs.params.factor, input_scale=inputs.input_scale, gate=inputs.gate,
+        requantised=requantised,
     )  # fmt: skip
 
 
 def tolerance(params: MoeCase) -> Tolerance:
     """Error limit of a case."""
-    return FEW_TOLERANCE if params.tokens * params.top_k * params.inter <= FEW else TOLERANCE
+    values = params.tokens * params.top_k * params.inter
+    return next((limit for most, limit in FEW_TOLERANCES if values <= most), TOLERANCE)
 
 
 class MoeOperator:

@@ -151,10 +151,46 @@ def _row_scales(ws_ptr, column, kb, ws_cols, C: gl.constexpr):
 
 
 @gluon.jit
+def _piece(w, x, j, zero, C: gl.constexpr):
+    """Product over the j-th FRESH of a box's 128 columns, in an accumulator of its own; asynchronous."""
+    if C.SPANS > 1:
+        w = w.slice(j * C.FRESH, C.FRESH, dim=1)
+        x = x.slice(j * C.FRESH, C.FRESH, dim=1)
+    return warpgroup_mma(w, x.permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _also(pieces, piece):
+    return pieces + (piece,)
+
+
+@gluon.jit
+def _wait_all(pieces, COUNT: gl.constexpr):
+    """The products themselves, as a tuple."""
+    if COUNT == 1:
+        return (warpgroup_mma_wait(0, deps=pieces),)
+    else:
+        return warpgroup_mma_wait(0, deps=pieces)
+
+
+@gluon.jit
+def _token_scales(sbuf, stage, C: gl.constexpr):
+    """Scales of the tile's tokens for each of the stage's blocks."""
+    KS: gl.constexpr = C.KS
+    scales = ()
+    for j in gl.static_range(KS):
+        scales = scales + (sbuf.index(stage * KS + j).load(gl.SliceLayout(0, C.MMA)),)
+    return scales
+
+
+@gluon.jit
 def _products(wtile, xtile, sbuf, full_bars, empty_bars, stage, phase, ws_ptr, column, k0, k1, ws_cols,
               C: gl.constexpr):  # fmt: skip
     """(acc [128, N], stage, phase) over stages k0 to k1 of one tile."""
     KS: gl.constexpr = C.KS
+    SPANS: gl.constexpr = C.SPANS
+    GROUP: gl.constexpr = C.GROUP
+    PIECES: gl.constexpr = KS * SPANS
     MMA: gl.constexpr = C.MMA
     zero = gl.full([128, C.N], 0.0, gl.float32, MMA)
     acc = zero
@@ -165,48 +201,27 @@ def _products(wtile, xtile, sbuf, full_bars, empty_bars, stage, phase, ws_ptr, c
             for j in gl.static_range(KS):
                 weight_scales = weight_scales + (_row_scales(ws_ptr, column, k * KS + j, ws_cols, C),)
         mbarrier.wait(full_bars.index(stage), phase)
-        if C.BLOCK:
-            pieces = ()
-            token_scales = ()
-            for j in gl.static_range(KS):
-                at = stage * KS + j
-                d = warpgroup_mma(
-                    wtile.index(at), xtile.index(at).permute([1, 0]), zero, use_acc=False, is_async=True
-                )
-                pieces = pieces + (d,)
-                token_scales = token_scales + (sbuf.index(at).load(gl.SliceLayout(0, MMA)),)
-            if KS == 1:
-                done = (warpgroup_mma_wait(0, deps=pieces),)
-            else:
-                done = warpgroup_mma_wait(0, deps=pieces)
-            barrier()
-            mbarrier.arrive(empty_bars.index(stage), count=1)
-            for j in gl.static_range(KS):
-                gate, up = weight_scales[j]
-                acc += done[j] * (gl.expand_dims(token_scales[j], 0) * gl.where(is_up, up, gate))
-        elif C.FRESH < KS * 128:
-            SPAN: gl.constexpr = C.FRESH
-            pieces = ()
-            for j in gl.static_range(KS * 128 // SPAN):
-                w = wtile.index(stage * KS + j * SPAN // 128)
-                x = xtile.index(stage * KS + j * SPAN // 128)
-                if SPAN < 128:
-                    w = w.slice(j * SPAN % 128, SPAN, dim=1)
-                    x = x.slice(j * SPAN % 128, SPAN, dim=1)
-                pieces = pieces + (warpgroup_mma(w, x.permute([1, 0]), zero, use_acc=False, is_async=True),)
-            done = warpgroup_mma_wait(0, deps=pieces)
-            barrier()
-            mbarrier.arrive(empty_bars.index(stage), count=1)
-            for j in gl.static_range(KS * 128 // SPAN):
-                acc += done[j]
+        if C.BLOCK or C.FRESH < KS * 128:
+            for first in gl.static_range(0, PIECES, GROUP):
+                pieces = ()
+                for i in gl.static_range(first, first + GROUP):
+                    at = stage * KS + i // SPANS
+                    pieces = _also(pieces, _piece(wtile.index(at), xtile.index(at), i % SPANS, zero, C))
+                done = _wait_all(pieces, GROUP)
+                if C.BLOCK:
+                    token_scales = _token_scales(sbuf, stage, C)
+                if first + GROUP == PIECES:
+                    barrier()
+                    mbarrier.arrive(empty_bars.index(stage), count=1)
+                for i in gl.static_range(GROUP):
+                    if C.BLOCK:
+                        gate, up = weight_scales[(first + i) // SPANS]
+                        tokens = gl.expand_dims(token_scales[(first + i) // SPANS], 0)
+                        acc += done[i] * (tokens * gl.where(is_up, up, gate))
+                    else:
+                        acc += done[i]
         else:
-            d = warpgroup_mma(
-                wtile.index(stage * KS),
-                xtile.index(stage * KS).permute([1, 0]),
-                zero,
-                use_acc=False,
-                is_async=True,
-            )
+            d = _piece(wtile.index(stage * KS), xtile.index(stage * KS), 0, zero, C)
             for j in gl.static_range(1, KS):
                 at = stage * KS + j
                 d = warpgroup_mma(wtile.index(at), xtile.index(at).permute([1, 0]), d, is_async=True)

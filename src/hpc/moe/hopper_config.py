@@ -24,17 +24,34 @@ class UpConfig(KernelFacts):
     BF16_MUL: bool
     SPLIT: bool  # programs take equal runs of stages, across items; else whole items in turn
     PDL: bool
-    FRESH: int = 256  # columns of H in a fresh accumulator, one scale a tensor: 64, 128, or KS * 128 and more
+    FRESH: int = (
+        128  # columns of H in a fresh accumulator: 32, 64, 128; one scale a tensor also KS * 128 and more
+    )
     ACT: str = "silu"  # of the gate; LIMIT and ALPHA as in `kernels.activate`, 0 for none
     LIMIT: float = 0.0
     ALPHA: float = 0.0
+    WIDE: bool = False  # both tiles of 128 columns in one pass: `hopper_wide`
     LAG: int = 2  # stages that gathered rows may be late when they are handed over
     PRODUCER_REGS: int = 56
 
     @property
+    def SPANS(self) -> int:
+        """Fresh accumulators for the 128 columns of a box."""
+        return max(1, 128 // self.FRESH)
+
+    @property
+    def GROUP(self) -> int:
+        """Products in flight at a time, a power of two: what fits beside the sums in 160 registers a thread; block
+        scales take registers too."""
+        registers = 128 * self.N // (32 * self.WARPS)
+        tiles, pieces = (2, 2 * self.SPANS) if self.WIDE else (1, self.KS * self.SPANS)
+        fits = max(1, ((128 if self.BLOCK else 160) - tiles * registers) // registers)
+        return min(pieces, 1 << fits.bit_length() - 1)
+
+    @property
     def HALVES(self) -> int:
         """Tiles of an item: block scales need all 128 columns of a group of the activations together."""
-        return 2 if self.BLOCK else 1
+        return 2 if self.BLOCK or self.WIDE else 1
 
     @property
     def RT(self) -> int:
@@ -80,7 +97,7 @@ class UpConfig(KernelFacts):
 
 @dataclass(frozen=True, repr=False)
 class DownConfig(KernelFacts):
-    """The down kernel. A tile is 128 columns of the output for N rows."""
+    """The down kernel. A tile is 128 columns of the output, or 256, for N rows."""
 
     H: int
     I: int
@@ -92,11 +109,12 @@ class DownConfig(KernelFacts):
     BLOCK: bool
     SPREAD: bool  # items in turn, so that the programs share an expert's weights; else equal runs of items
     PDL: bool
+    WIDE: bool = False  # 256 columns of the output: `hopper_wide`
     PRODUCER_REGS: int = 40
 
     @property
     def RT(self) -> int:
-        return -(-self.H // 128)
+        return -(-self.H // (256 if self.WIDE else 128))
 
     @property
     def KB(self) -> int:

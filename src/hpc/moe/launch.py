@@ -188,8 +188,14 @@ class Call:
         key, chosen, layout = self.key, self.plan, self.layout
         hidden, inter, experts = key.hidden, key.inter, key.num_experts
         up, down = self._configs(hopper.UpConfig, hopper_down.DownConfig)
-        gate_up = Kernel(hopper._moe_gate_up_sm90_kernel, NAME, **self._options(chosen.up))
-        product = Kernel(hopper_down._moe_down_sm90_kernel, NAME, **self._options(chosen.down))
+        up_kernel, down_kernel = hopper._moe_gate_up_sm90_kernel, hopper_down._moe_down_sm90_kernel
+        if up.WIDE or down.WIDE:
+            from hpc.moe import hopper_wide
+
+            up_kernel = hopper_wide._moe_gate_up_wide_kernel if up.WIDE else up_kernel
+            down_kernel = hopper_wide._moe_down_wide_kernel if down.WIDE else down_kernel
+        gate_up = Kernel(up_kernel, NAME, **self._options(chosen.up))
+        product = Kernel(down_kernel, NAME, **self._options(chosen.down))
         (w13_rows, w13_cols), (w2_rows, w2_cols) = self.scales
         up_grid, down_grid = ((each.per_sm * key.sms, 1, 1) for each in (chosen.up, chosen.down))
         up_fixed = (
@@ -215,7 +221,7 @@ class Call:
                 places = [base + at for at in up_places]
             else:
                 floats = scratch.view(torch.float32)
-                box = [1, 8, 2, 8, 128]
+                box = [1, 16 if up.WIDE else 8, 2, 8, 128]
                 desc = (hopper.TensorDescriptor(args.w13, w13_shape, w13_strides, box, up.W_BOX),)
                 pointers = [floats if t is None else t for t in tensors]
                 places = [
@@ -245,9 +251,8 @@ class Call:
                 scale, places = args.w2_scale.data_ptr(), [base + at for at in down_places]
             else:
                 act = scratch[layout.act :].view(torch.float8_e4m3fn)
-                w_desc = (
-                    hopper.TensorDescriptor(args.w2, w2_shape, w2_strides, [1, 128, down.BK], down.W_BOX),
-                )
+                box = [1, 256 if down.WIDE else 128, down.BK]
+                w_desc = (hopper.TensorDescriptor(args.w2, w2_shape, w2_strides, box, down.W_BOX),)
                 a_desc = (hopper.TensorDescriptor(act, a_shape, a_strides, [down.N, down.BK], down.TILE),)
                 scale = args.w2_scale
                 places = [
@@ -272,11 +277,11 @@ class Call:
             up_config(
                 **common, KS=up.boxes, STAGES=up.stages, WARPS=up.warps, PWARPS=up.producer_warps,
                 BF16_MUL=key.bf16_mul, ACT=self.gate[0], LIMIT=self.gate[1], ALPHA=self.gate[2],
-                SPLIT=not up.shared_order, LAG=min(2, up.stages - 1),
-                FRESH=up.fresh,
+                SPLIT=not up.shared_order, LAG=max(1, min(2, up.stages - 2)), FRESH=up.fresh, WIDE=up.wide,
             ),
             down_config(
-                **common, BK=down.box, KS=down.boxes, STAGES=down.stages, WARPS=down.warps, SPREAD=down.shared_order
+                **common, BK=down.box, KS=down.boxes, STAGES=down.stages, WARPS=down.warps, SPREAD=down.shared_order,
+                WIDE=down.wide,
             ),
         )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 ACTIVATIONS = ("silu", "gelu")
 MAX_TOP_K = 128
@@ -79,8 +80,8 @@ class Product:
 
     `box` bytes along the contraction in a shared-memory box, `boxes` of them in a stage. `shared_order`: programs take
     items in turn, so that all of them work on the same weights at a time; else each takes an equal contiguous run,
-    which the gate-up product cuts inside items. `fresh`: columns that the gate-up product of one scale a tensor adds up
-    in one accumulator of the tensor core, whose relative error is then 2.2e-4 (256), 1.3e-4 (128) or 7e-5 (64).
+    which the gate-up product cuts inside items. `fresh`: columns that the gate-up product adds up in one accumulator of
+    the tensor core; block scales take 128 at most. `wide`: the kernels of `hopper_wide`, 256 weight rows a tile.
     """
 
     box: int
@@ -90,7 +91,8 @@ class Product:
     producer_warps: int
     per_sm: int
     shared_order: bool
-    fresh: int = 256
+    fresh: int = 128
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def tiny_reason(tiny: Tiny | None, key: Key) -> str | None:
 def stage_bytes(key: Key, tile: int, product: Product, up: bool) -> int:
     """Shared memory of one stage."""
     scales = 4 * tile if up and key.block_scales else 0
-    return product.boxes * ((128 + tile) * product.box + scales)
+    return product.boxes * (((256 if product.wide else 128) + tile) * product.box + scales)
 
 
 def reserve(tile: int, up: bool) -> int:
@@ -176,8 +178,12 @@ def is_legal(plan: Plan, key: Key) -> str | None:
             return f"no {name} product"
         if product.box not in ((128,) if name == "up" else (64, 128)):
             return f"{name}: box {product.box}"
-        if product.fresh not in (64, 128, 256):
+        if product.fresh not in (32, 64, 128, 256):
             return f"{name}: fresh {product.fresh}"
+        if product.wide and not (
+            product.boxes == 1 and product.shared_order and product.warps == 8 and plan.tile in (64, 128)
+        ):
+            return f"{name}: wide products take items in turn, one box a stage, eight warps, 64 or 128 rows"
         if product.warps not in (4, 8) or product.producer_warps not in (1, 2, 4):
             return f"{name}: {product.warps} + {product.producer_warps} warps"
         stages = product.stages * stage_bytes(key, plan.tile, product, name == "up")
@@ -208,6 +214,12 @@ def choose(key: Key) -> Plan:
     return Plan("portable", tile, chunk, fused)
 
 
+def fresh_columns(tile: int, block_scales: bool) -> int:
+    """Columns of H in one accumulator of the tensor core. While weights are what is waited for, the extra additions
+    are free: 256 additions a thread for a stage of 256 columns at 32 rows, in 1700 cycles that its weights take."""
+    return 32 if tile <= 32 or block_scales else 64
+
+
 def choose_sm90(key: Key) -> tuple[int, Product, Product]:
     """(tile, up, down) for the SM90 kernels."""
     rows = key.rows_per_expert
@@ -215,27 +227,40 @@ def choose_sm90(key: Key) -> tuple[int, Product, Product]:
     tile = next((n for n, most in ((8, 4), (16, 10), (32, 24), (64, 48)) if rows <= most), 128)
     if key.block_scales:
         tile = min(tile, 64)  # a fresh accumulator a block beside the sum: 128 rows spill registers
+    return sm90_of_tile(key, tile)
+
+
+def sm90_of_tile(key: Key, tile: int) -> tuple[int, Product, Product]:
+    """(tile, up, down) with tiles of so many rows."""
     warps = 4 if tile <= 32 else 8
-    boxes = 2 if tile <= 32 or not key.block_scales else 1
+    boxes = 2 if tile <= 32 or (tile == 64 and not key.block_scales) else 1
     producer = {8: 1, 16: 2}.get(tile, 4)
-    up = fill(key, tile, Product(128, boxes, 1, warps, producer, 1, False), True)
+    fresh = fresh_columns(tile, key.block_scales)
+    up = fill(key, tile, Product(128, boxes, 1, warps, producer, 1, False, fresh), True)
+    box, boxes = down_boxes(key, tile)
+    return tile, up, fill(key, tile, Product(box, boxes, 1, warps, 1, 1, False), False)
+
+
+def down_boxes(key: Key, tile: int) -> tuple[int, int]:
+    """(bytes of a box along I, boxes of a stage)."""
     # 64-byte boxes where a last box of 128 would be mostly past the end of a row
     box = 64 if 0 < key.inter % 128 <= 64 else 128
     count = ceil_div(key.inter, box)
-    boxes = (
-        count
-        if count <= 3 and tile <= 32
-        else 2
-        if count % 2 == 0 and (tile <= 32 or not key.block_scales)
-        else 1
-    )
-    down = fill(key, tile, Product(box, boxes, 1, warps, 1, 1, False), False)
-    return tile, up, down
+    if count <= 3 and tile <= 32:
+        return box, count
+    return box, 2 if count % 2 == 0 and (tile <= 32 or not key.block_scales) else 1
+
+
+def wide_of_tile(key: Key, tile: int, fresh: int) -> tuple[int, Product, Product]:
+    """(tile, up, down) by the kernels of `hopper_wide`."""
+    product = Product(128, 1, 1, 8, 4, 1, True, fresh, True)
+    down = replace(product, box=down_boxes(key, tile)[0], producer_warps=1)
+    return tile, fill(key, tile, product, True), fill(key, tile, down, False)
 
 
 ALTERNATIVES = (
-    "portable", "tiny", "tiles", "room", "two", "shared", "two shared", "half tile", "double tile", "fresh 128",
-    "fresh 64",
+    "portable", "tiny", "tiles", "room", "two", "shared", "two shared", "half tile", "double tile", "fresh 32",
+    "fresh 64", "fresh 128", "wide 64", "wide 128", "wide up 128",
 )  # fmt: skip
 
 
@@ -244,7 +269,8 @@ def alternatives(key: Key) -> dict[str, Plan]:
 
     "tiles": the SM90 kernels where the choice is another. "room": so few stages that the down kernel finds room beside
     the gate-up kernel. "two": two programs an SM, of half the rows each where eight warps would be needed. "shared":
-    programs take items in turn. "fresh": smaller sums in the tensor core, fewer flipped roundings.
+    programs take items in turn. "fresh": other sums in the tensor core: larger ones cost less and flip more roundings.
+    "wide": tiles of 256 weight rows; "wide up" for the first product alone.
     """
     base = replace(choose(key), tiny=None)
     plans = {"tiny": replace(base, backend="tiny", tile=16, up=None, down=None, tiny=Tiny(4, 1024, 4, 32, 8))}
@@ -255,32 +281,39 @@ def alternatives(key: Key) -> dict[str, Plan]:
         tiles = Plan("sm90", tile, base.chunk, base.fused_index, up, down)
         plans["tiles"] = tiles
         plans["room"] = replace(tiles, up=replace(up, stages=min(up.stages, 3)), down=replace(down, stages=3))
-        plans["shared"] = replace(
-            tiles, up=replace(up, shared_order=True), down=replace(down, shared_order=True)
+        plans["shared"] = _in_turn(tiles)
+        for fresh in (32, 64, 128):
+            plans[f"fresh {fresh}"] = replace(tiles, up=replace(up, fresh=fresh))
+        for other, name in ((tile // 2, "half tile"), (tile * 2, "double tile")):
+            plans[name] = replace(tiles, **_fields(sm90_of_tile(key, other)))
+        plans["two"] = replace(tiles, **_fields(_two(key, tile)))
+        plans["two shared"] = _in_turn(plans["two"])
+        plans["wide 64"] = replace(
+            tiles, **_fields(wide_of_tile(key, 64, fresh_columns(64, key.block_scales)))
         )
-        if not key.block_scales and tile <= 32:
-            for fresh in (128, 64):
-                plans[f"fresh {fresh}"] = replace(tiles, up=replace(up, fresh=fresh))
-        small = min(tile, 64)
-        halves = [
-            fill(
-                key,
-                small,
-                replace(product, warps=4, per_sm=2, boxes=1 if small == 64 else product.boxes),
-                is_up,
-            )
-            for product, is_up in ((up, True), (down, False))
-        ]
-        plans["two"] = replace(tiles, tile=small, up=halves[0], down=halves[1])
-        in_turn = [replace(product, shared_order=True) for product in halves]
-        plans["two shared"] = replace(tiles, tile=small, up=in_turn[0], down=in_turn[1])
-        for name, other in (("half tile", tile // 2), ("double tile", tile * 2)):
-            warps = 4 if other <= 32 else 8
-            boxes = 1 if key.block_scales and other > 32 else 2
-            wide = fill(key, other, replace(up, warps=warps, boxes=boxes), True)
-            tall = fill(key, other, replace(down, warps=warps, boxes=down.boxes if other <= 32 else 1), False)
-            plans[name] = replace(tiles, tile=other, up=wide, down=tall)
+        if not key.block_scales:  # their 128 rows spill
+            plans["wide 128"] = replace(tiles, **_fields(wide_of_tile(key, 128, 128)))
+            plans["wide up 128"] = _in_turn(replace(plans["wide 128"], down=sm90_of_tile(key, 128)[2]))
     return {name: plan for name, plan in plans.items() if is_legal(plan, key) is None and plan != choose(key)}
+
+
+def _fields(choice: tuple[int, Product, Product]) -> dict[str, Any]:
+    return dict(zip(("tile", "up", "down"), choice, strict=True))
+
+
+def _in_turn(plan: Plan) -> Plan:
+    assert plan.up is not None and plan.down is not None
+    return replace(plan, up=replace(plan.up, shared_order=True), down=replace(plan.down, shared_order=True))
+
+
+def _two(key: Key, tile: int) -> tuple[int, Product, Product]:
+    small, up, down = sm90_of_tile(key, min(tile, 64))
+    changes: dict[str, Any] = {"warps": 4, "per_sm": 2, **({"boxes": 1} if small == 64 else {})}
+    return (
+        small,
+        fill(key, small, replace(up, **changes), True),
+        fill(key, small, replace(down, **changes), False),
+    )
 
 
 def fill(key: Key, tile: int, product: Product, up: bool) -> Product:

@@ -92,6 +92,7 @@ def moe_reference(
     routed_scaling_factor: float = 1.0,
     input_scale: torch.Tensor | None = None,
     gate: tuple[str, float | None, float | None] = ("silu", None, None),
+    requantised: bool = True,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Output ``[T, H]`` in ``dtype``, unrounded at the end; arguments as the public functions'.
@@ -101,6 +102,8 @@ def moe_reference(
 
         h = bf16(x w13^T * s13);  a = quantise(silu(gate) * up);  y = bf16(a w2^T * s2)
         out = sum_k weight * y + shared
+
+    `requantised` False leaves the rounding in quantise out.
     """
     if x.dtype == torch.bfloat16:
         x, x_scale = quantise_input(x, input_scale)
@@ -124,7 +127,10 @@ def moe_reference(
             gate_up = gate_up * w13_scale[e].to(dtype)
         gate_up = to_bf16(gate_up)
         h = activation(gate_up[:, :inter], gate_up[:, inter:], bf16_mul, *gate)
-        a, a_scale = requantise(h, act_scale)
+        if requantised:
+            a, a_scale = requantise(h, act_scale)
+        else:
+            a, a_scale = h if act_scale is None else h * act_scale.to(dtype), None
         y = (a if a_scale is None else a * a_scale) @ down_weight.T
         y = to_bf16(y if act_scale is None else y * w2_scale[e].to(dtype))
         out.index_add_(0, token, y * topk_scale[token, slot].to(dtype)[:, None])

@@ -79,14 +79,19 @@ def meta_arguments(params: MoeCase, device: torch.device | str = "cpu") -> Argum
     )  # fmt: skip
 
 
-def compile_shape(params: MoeCase, target: str, chosen: plan.Plan | None = None) -> None:
-    """Compile the launches of one call for `target`, with CPU tensors in the place of the device's."""
-    args = meta_arguments(params)
+def key_of(params: MoeCase, target: str) -> plan.Key:
+    """What decides the plan of a call on `target`."""
     gate = (params.activation, params.swiglu_limit, params.swiglu_alpha)
+    args = meta_arguments(params)
     key = validate.call("warmup", args, 0, params.experts, params.bf16_mul, *gate)  # type: ignore[arg-type]
-    key = replace(
+    return replace(
         key, sm90=target.startswith("sm90"), hardware_fp8=int(target[2:].rstrip("a")) >= 89, sms=TARGET_SMS
     )
+
+
+def compile_shape(params: MoeCase, target: str, chosen: plan.Plan | None = None) -> None:
+    """Compile the launches of one call for `target`, with CPU tensors in the place of the device's."""
+    args, key = meta_arguments(params), key_of(params, target)
     scales = tuple(
         (s.shape[1], s.shape[2]) if s.dim() == 3 else (1, 1) for s in (args.w13_scale, args.w2_scale)
     )
