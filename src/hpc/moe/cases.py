@@ -11,6 +11,7 @@ import torch
 
 import hpc
 from hpc.bench.providers import CannotRun, Provider
+from hpc.bench.rivals import moe as rivals
 from hpc.common.operator import Case, Floor, Progress, Tolerance
 from hpc.moe import case_lists, plan, validate
 from hpc.moe.case_lists import MoeCase
@@ -239,10 +240,10 @@ class MoeOperator:
         )
 
     def providers(self) -> dict[str, Provider]:
-        """ "hpc" is the chosen plan; the others are this library's alternatives to it."""
+        """ "hpc" is the chosen plan, "hpc/..." are this library's alternatives to it, the others rivals."""
         own = [Provider("hpc", lambda inputs: lambda: run(inputs))]
         own += [Provider(f"hpc/{name}", _with_plan(name)) for name in plan.ALTERNATIVES]
-        return {provider.name: provider for provider in own}
+        return {provider.name: provider for provider in own + rivals.providers(rival_inputs)}
 
     def warmup(self, device: torch.device | str, progress: Progress | None) -> int:
         """Compile what calls of the usual models reach: see `hpc.moe.warm`."""
@@ -253,6 +254,33 @@ class MoeOperator:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor).view(torch.uint8).copy_(tensor.view(torch.uint8)).view(tensor.dtype)
+
+
+def rival_inputs(inputs: MoeInputs) -> rivals.MoeRivalInputs:
+    """The call as other libraries take it: BF16 x, scales of the two quantisations apart from those of the weights."""
+    params, x, x_scale = inputs.params, inputs.x, inputs.input_scale
+    obstacle = None
+    if (
+        params.ranks > 1
+        or params.routing == "invalid"
+        or inputs.gate != ("silu", None, None)
+        or params.shared
+    ):
+        obstacle = "only plain calls are compared: all experts local, SiLU, no shared output"
+    s13, s2, act = inputs.w13_scale, inputs.w2_scale, None
+    if inputs.act_scale is None:
+        s13 = s13[..., : _blocks(params.hidden)].contiguous()
+        s2 = s2[..., : _blocks(params.inter)].contiguous()
+        if inputs.x_scale is not None:
+            x = (x.float() * inputs.x_scale.repeat_interleave(BLOCK, 1)[:, : params.hidden]).bfloat16()
+    else:
+        # our scales of the products hold those of their inputs
+        x_scale = torch.ones(1, device=x.device) if x_scale is None else x_scale
+        act = 1.0 / inputs.act_scale
+        x, s13, s2 = x.bfloat16() if x.element_size() == 1 else x, s13 / x_scale, s2 / act
+    return rivals.MoeRivalInputs(
+        x, inputs.w13, inputs.w2, s13, s2, x_scale, act, inputs.topk_ids, inputs.topk_scale, obstacle
+    )
 
 
 def key_of(inputs: MoeInputs) -> plan.Key:
