@@ -1,0 +1,144 @@
+"""The driver in benchmarks/serving on a stand-in for SGLang: workers, agreement, a server with clients, failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = ROOT / "benchmarks" / "serving"
+
+ONE_BATCH = """
+import importlib.util, types
+import torch
+def _set_envs_and_config(args): pass
+initialize_moe_config = initialize_fp8_gemm_config = initialize_fp4_gemm_config = _set_envs_and_config
+def configure_logger(args, prefix): print("noise on standard output")
+def prepare_synthetic_inputs_for_latency_test(batch, length, prompts):
+    return [types.SimpleNamespace(origin_input_ids=p, full_untruncated_fill_ids=p, extend_range=(0, len(p)),
+        prefix_indices=torch.empty(0, dtype=torch.int64), req_pool_idx=0,
+        set_extend_range=lambda a, b: None) for p in prompts]
+class Runner:
+    def __init__(self, args):
+        own = "hpc_ops" in args.words
+        assert not own or importlib.util.find_spec("hpc")
+        self.torch_runner = types.SimpleNamespace(attn_backend=types.SimpleNamespace(_decode_task_map=1),
+            decode_cuda_graph_runner=1, kv_cache_dtype="fp8",
+            req_to_token_pool=types.SimpleNamespace(req_to_token=torch.zeros(4, 4096, dtype=torch.int64)))
+        self.shift = 1e-3 if own else 0.0
+    def clear(self): pass
+    synchronize = clear
+    def cleanup(self, batch): pass
+    def logits(self, ids):
+        if int(ids[0]) == 13: raise RuntimeError("an unlucky token")
+        x = torch.arange(50.0)[None] * 0.7 + ids[:, None].float()
+        return torch.sin(x) + self.shift * torch.cos(3 * x)
+    def extend(self, requests):
+        ids = torch.tensor([request.origin_input_ids[-1] % 11 for request in requests])
+        return ids, self.logits(ids), requests
+    def decode(self, ids, batch): return ids, self.logits(ids % 11)
+def load_model(args, port, gpu, rank):
+    if "broken" in args.words: raise ValueError("cannot load")
+    return Runner(args), None
+"""
+SERVER_ARGS = """
+import types
+class PortArgs:
+    init_new = staticmethod(lambda args: None)
+def prepare_server_args(words):
+    return types.SimpleNamespace(words=words, attention_backend="a", moe_runner_backend="m", page_size=64)
+"""
+LAUNCH = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        wanted = asked["sampling_params"]["max_new_tokens"]
+        if len(asked["input_ids"]) == 7: wanted += 1
+        self.send_response(200); self.end_headers()
+        for n in range(1, wanted + 1):
+            meta = {"completion_tokens": n, "cached_tokens": 1, "finish_reason": None}
+            self.wfile.write(b"data: " + json.dumps({"output_ids": [5] * n, "meta_info": meta}).encode() + b"\\n\\n")
+        self.wfile.write(b"data: [DONE]\\n\\n")
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    files = {
+        "__init__": "", "srt/__init__": "", "benchmark/__init__": "", "benchmark/one_batch": ONE_BATCH,
+        "srt/server_args": SERVER_ARGS, "srt/plugins/__init__": "def load_plugins(): pass", "launch_server": LAUNCH,
+    }  # fmt: skip
+    for name, text in files.items():
+        path = tmp_path / "site" / "sglang" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    info = tmp_path / "site" / "sglang-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.0\n")
+    return tmp_path
+
+
+def drive(site: Path, words: str) -> tuple[int, list[dict[str, Any]]]:
+    out = site / "out.jsonl"
+    files = ["--output", str(out), "--logs", str(site / "logs")]
+    command = [sys.executable, str(DRIVER), *words.split(), "--no-compile", *files]
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{site / 'site'}"}
+    code = subprocess.run(command, env=variables, timeout=200, check=False).returncode
+    return code, [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [line for line in lines if line.get("kind") == kind]
+
+
+def test_engine_checks_and_times_sets_in_turn(site: Path) -> None:
+    code, lines = drive(site, "engine check bench --batch 1 4 --steps 8 --rounds 2 --input-len 32")
+    assert code == 0 and "env" in lines[0]
+    assert [line["set"] for line in of_kind(lines, "engine")] == ["default", "hpc"]
+    checks = {line["mode"]: line for line in of_kind(lines, "check")}
+    assert set(checks) == {"graph", "eager", "chunked", "repeated"}
+    assert checks["repeated"]["identical"] and checks["graph"]["cosine"] > 0.999
+    assert checks["graph"]["requests"] == 8 and checks["graph"]["steps"] == 8
+    bench = of_kind(lines, "bench")
+    assert [(line["set"], line["batch"]) for line in bench] == [
+        ("default", 1), ("hpc", 1), ("default", 4), ("hpc", 4)
+    ]  # fmt: skip
+    assert all(line["rounds"] == 2 and line["step_ms"] > 0 for line in bench)
+
+
+def test_a_set_that_does_not_load_is_recorded_and_left_out(site: Path) -> None:
+    path = site / "site" / "sglang" / "benchmark" / "one_batch.py"
+    path.write_text(path.read_text().replace('"broken" in', '"hpc_ops" in'))
+    code, lines = drive(site, "engine bench --batch 1 --steps 8 --rounds 1")
+    assert code == 1
+    (failure,) = of_kind(lines, "failure")
+    assert failure["set"] == "hpc" and "cannot load" in failure["error"]
+    assert [line["set"] for line in of_kind(lines, "bench")] == ["default"]
+
+
+def test_server_counts_tokens_and_errors(site: Path) -> None:
+    code, lines = drive(site, "server --sets hpc --requests 40 --clients 8 --longest-prompt 6")
+    (load,) = of_kind(lines, "load")
+    assert code == 0 and load["errors"] == 0 and load["tokens"] == load["tokens_wanted"] > 40
+    code, lines = drive(site, "server --sets hpc --requests 40 --clients 8 --longest-prompt 7")
+    load = of_kind(lines, "load")[-1]
+    assert code == 1 and load["errors"] == 40 and "wanted" in load["first_errors"][0]
+
+
+def test_a_server_loads_beside_the_workers_and_is_asked_last(site: Path) -> None:
+    few = "--batch 1 --steps 8 --rounds 1 --requests 10 --clients 4 --longest-prompt 6"
+    code, lines = drive(site, f"engine bench --server {few}")
+    assert code == 0
+    assert [line["kind"] for line in lines[1:]] == ["engine", "engine", "bench", "bench", "load"]
