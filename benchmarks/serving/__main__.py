@@ -65,9 +65,8 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--steps", type=int, default=32, help="tokens a request")
     engine.add_argument("--rounds", type=int, default=3)
     engine.add_argument("--limit", type=float, default=60, help="seconds for one command of a worker")
-    engine.add_argument(
-        "--server", action="store_true", help="also a server of the last set, asked at the end"
-    )
+    engine.add_argument("--server", choices=sets.SETS, metavar="SET",
+                        help="also a server of this set, loaded beside the models and asked at the end")  # fmt: skip
     commands.add_parser("server", parents=[common], help="`sglang.launch_server` and HTTP clients")
     return whole
 

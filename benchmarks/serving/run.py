@@ -177,7 +177,7 @@ def engines(options: argparse.Namespace) -> int:
     """`check`, `bench`, `profile` of one model in one go: models are loaded once. With `--server` a server loads beside
     them, stands idle while they are timed, and is asked at the end."""
     session = Session(options, [*options.sets, *options.control])
-    serving = Serving(options, session.records, options.sets[-1]) if options.server else None
+    serving = Serving(options, session.records, options.server) if options.server else None
     bad = 0
     try:
         session.wait()
@@ -206,7 +206,11 @@ class Serving:
             "layers": options.layers,
             "kv": "fp8" if options.fp8 else "bf16",
         }
-        self.prompts = load.draw(options.requests, options.longest_prompt, options.longest_answer)
+        longest = (options.longest_prompt, options.longest_answer)
+        self.prompts = load.draw(options.requests, *longest)
+        self.others = load.draw(
+            options.clients, *longest, seed=1
+        )  # as long, and not in the prefix cache later
         whole = options.longest_prompt + options.longest_answer + 128
         arguments = sets.arguments(
             sets.model_folder(options.model, options.layers), name, fp8=options.fp8, context=whole,
@@ -228,12 +232,12 @@ class Serving:
         return self.ready
 
     def measure(self) -> bool:
-        """All requests, after a pass over as many of them as there are clients. Whether none failed."""
+        """All requests, after others that warm the server up. Whether none failed."""
         options = self.options
         if not self.wait():
             return False
         ask = (self.server.port, options.clients, options.server_limit)
-        first, _ = load.run(ask[0], self.prompts[: options.clients], *ask[1:])
+        first, _ = load.run(ask[0], self.others, *ask[1:])
         answers, seconds = load.run(ask[0], self.prompts, *ask[1:])
         found = load.summary(answers, seconds, options.clients)
         found["warm_errors"] = sum(bool(answer.error) for answer in first)

@@ -28,6 +28,7 @@ SETS: dict[str, BackendSet] = {
     "default-pages": BackendSet(("--page-size", str(PAGE)), False),
     "triton": BackendSet(("--attention-backend", "triton", "--moe-runner-backend", "triton"), False),
     "hpc": BackendSet((*_ATTENTION, *_EXPERTS), True),
+    "hpc-fused": BackendSet((*_ATTENTION, *_EXPERTS), True, "hpc,hpc_moe,hpc_bench_weights"),
     "hpc-attention": BackendSet(_ATTENTION, True),
     "hpc-experts": BackendSet(_EXPERTS, True),
     "hpc-plugin": BackendSet(("--attention-backend", "hpc", "--page-size", str(PAGE)), True),

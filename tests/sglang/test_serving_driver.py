@@ -139,6 +139,6 @@ def test_server_counts_tokens_and_errors(site: Path) -> None:
 
 def test_a_server_loads_beside_the_workers_and_is_asked_last(site: Path) -> None:
     few = "--batch 1 --steps 8 --rounds 1 --requests 10 --clients 4 --longest-prompt 6"
-    code, lines = drive(site, f"engine bench --server {few}")
+    code, lines = drive(site, f"engine bench --server hpc {few}")
     assert code == 0
     assert [line["kind"] for line in lines[1:]] == ["engine", "engine", "bench", "bench", "load"]
