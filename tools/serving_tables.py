@@ -74,6 +74,7 @@ def bench(lines: list[Line]) -> str:
     text = []
     for (model, layers, kv), mine in groups(lines, "model", "layers", "kv").items():
         names = order(mine)
+        own = "hpc" if "hpc" in names else names[-1]
         rows = []
         for (case,), one in groups(mine, "case").items():
             by_set = {line["set"]: line for line in one}
@@ -81,9 +82,10 @@ def bench(lines: list[Line]) -> str:
             for key, digits in (("step_ms", 3), ("ttft_ms", 1)):
                 values = [by_set[name][key] if name in by_set else None for name in names]
                 cells += ["-" if value is None else f"{value:.{digits}f}" for value in values]
-                cells.append(f"{values[0] / values[-1]:.2f}x" if None not in (values[0], values[-1]) else "-")
+                first, last = values[0], values[names.index(own)]
+                cells.append(f"{first / last:.2f}x" if first and last else "-")
             rows.append(cells)
-        gain = f"{names[0]} / {names[-1]}"
+        gain = f"{names[0]} / {own}"
         heads = ["requests x prompt", *(f"ms a token, {name}" for name in names), gain]
         heads += [*(f"ms to the first, {name}" for name in names), gain]
         text.append(f"{title(model, layers, kv)}:\n\n{table(heads, rows)}")
