@@ -34,6 +34,12 @@ CASES: dict[str, tuple[int, int, int, int, bool, int, int, int, int, bool]] = {
     "tensor wide": (70, 2, 384, 192, False, 64, 1, 8, 4, True),
     "block wide": (70, 2, 320, 192, True, 64, 1, 8, 4, True),
     "tensor tile 128": (70, 2, 256, 64, False, 128, 1, 8, 4, False),
+    # 128 rows for two warpgroups, then 22 for the first alone
+    "tensor pair fresh 64": (150, 2, 384, 192, False, 128, 1, 8, 4, True),
+    "block pair fresh 64": (150, 2, 320, 192, True, 128, 1, 8, 4, True),
+    "block pair fresh 128": (150, 2, 320, 128, True, 128, 1, 8, 4, True),
+    "tensor pair turns fresh 64": (150, 2, 256, 80, False, 128, 1, 8, 4, True),
+    "block pair turns fresh 64": (150, 2, 384, 128, True, 128, 1, 8, 4, True),
 }
 # The two kernels for a handful of tokens: (tokens, experts, hidden, inter, block scales).
 TINY: dict[str, tuple[int, int, int, int, bool]] = {
@@ -128,10 +134,12 @@ def run_case(name: str) -> dict[str, Any]:
     fresh = (
         int(name.rsplit(" ", 1)[1]) if "fresh" in name else 64 if "wide" in name else 128 if block else 256
     )
-    up = plan.Product(128, boxes, 3, warps, producers, 1, in_turn, fresh, "wide" in name)
+    pair = "pair" in name
+    kinds = {"wide": pair or "wide" in name, "pair": pair, "turns": "turns" in name}
+    up = plan.Product(128, boxes, 3, warps, producers, 1, in_turn, fresh, **kinds)
     box = 64 if 0 < inter % 128 <= 64 else 128
-    boxes = 1 if block or box == 128 or "wide" in name else 2
-    down = plan.Product(box, boxes, 2, warps, 1, 1, in_turn, wide="wide" in name)
+    boxes = 1 if block or box == 128 or kinds["wide"] else 2
+    down = plan.Product(box, boxes, 2, warps, 1, 1, in_turn, **kinds)
     chosen = plan.Plan("sm90", tile, 16, True, up, down)
     assert plan.is_legal(chosen, key) is None, plan.is_legal(chosen, key)
     texts = compiled(params, chosen)
@@ -140,6 +148,11 @@ def run_case(name: str) -> dict[str, Any]:
     act, a_scale, a_codes = gate_up(texts, inputs, key, chosen, places, memory)
     y = down_product(texts, inputs, key, chosen, places, memory, a_codes, a_scale)
     return {"name": name, "triton": triton.__version__, **errors(inputs, index, act, a_scale, a_codes, y)}
+
+
+def kind(product: Any) -> str:
+    """Which of the kernels, as their names say it."""
+    return "pair" if product.pair else "wide" if product.wide else "sm90"
 
 
 def numbers(ptx: str, count: int) -> tuple[list[int], int]:
@@ -157,7 +170,7 @@ def gate_up(
     import torch
     from ptx_moe import launch
 
-    ptx = texts["_moe_gate_up_wide_kernel" if chosen.up.wide else "_moe_gate_up_sm90_kernel"]
+    ptx = texts[f"_moe_gate_up_{kind(chosen.up)}_kernel"]
     stride = -(-key.inter // 16) * 16
     codes = torch.full((key.pairs, stride), 0x7F, dtype=torch.uint8)
     scales = torch.full((key.groups, key.pairs), torch.nan)
@@ -204,7 +217,7 @@ def down_product(texts: Any, inputs: Any, key: Any, chosen: Any, places: Any, me
     import torch
     from ptx_moe import launch
 
-    ptx = texts["_moe_down_wide_kernel" if chosen.down.wide else "_moe_down_sm90_kernel"]
+    ptx = texts[f"_moe_down_{kind(chosen.down)}_kernel"]
     y = torch.full((key.pairs, key.hidden), torch.nan, dtype=torch.bfloat16)
     out = memory.put(y)
     lists = [places[name] for name in ("expert", "start", "rows", "num_tiles", "pair")]

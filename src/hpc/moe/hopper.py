@@ -30,6 +30,7 @@ from hpc.common.gluon import (
     tma_load,
 )
 from hpc.moe.hopper_config import UpConfig
+from hpc.moe.hopper_math import gated, inverse
 
 __all__ = ["TensorDescriptor", "UpConfig"]
 
@@ -241,26 +242,7 @@ def _activation(acc, scale, C: gl.constexpr):
     """act(gate) * up as fp32 [64, N] from [128, N] with gate and up alternating by eight rows."""
     pairs = acc.reshape([8, 2, 8, C.N]).permute([0, 2, 3, 1])
     gate, up = gl.split(pairs)
-    if not C.BLOCK:
-        gate = gate * scale
-        up = up * scale
-    gate = gate.to(gl.bfloat16).to(gl.float32)
-    up = up.to(gl.bfloat16).to(gl.float32)
-    if C.LIMIT > 0:
-        gate = gl.minimum(gate, C.LIMIT)
-        up = gl.minimum(gl.maximum(up, -C.LIMIT), C.LIMIT)
-    if C.ACT == "gelu":
-        act = 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476))
-    elif C.ALPHA > 0:
-        act = gate / (1.0 + gl.exp(-gate * C.ALPHA))
-        up = up + 1.0
-    else:
-        act = gate / (1.0 + gl.exp(-gate))
-    if C.BF16_MUL:
-        value = (act.to(gl.bfloat16).to(gl.float32) * up).to(gl.bfloat16).to(gl.float32)
-    else:
-        value = act * up
-    return value.reshape([64, C.N])
+    return gated(gate, up, scale, C).reshape([64, C.N])
 
 
 @gluon.jit
@@ -280,9 +262,9 @@ def _finish(h0, h1, act, a_ptr, as_ptr, start, rows, column, stride_a, num_rows,
     if C.BLOCK:
         amax = gl.maximum(gl.max(gl.abs(h0), 0), gl.max(gl.abs(h1), 0))
         s = amax / 448.0
-        inverse = gl.expand_dims(s + 1e-8, 0)
-        _store_act(h0 / inverse, a_ptr, start, rows, column, stride_a, C)
-        _store_act(h1 / inverse, a_ptr, start, rows, column + 64, stride_a, C)
+        factor = gl.expand_dims(inverse(s + 1e-8), 0)
+        _store_act(h0 * factor, a_ptr, start, rows, column, stride_a, C)
+        _store_act(h1 * factor, a_ptr, start, rows, column + 64, stride_a, C)
         n = gl.arange(0, C.N, s.type.layout)
         gl.store(as_ptr + column // 128 * num_rows + start + n, s, mask=n < rows)
     else:

@@ -33,6 +33,8 @@ class UpConfig(KernelFacts):
     WIDE: bool = False  # both tiles of 128 columns in one pass: `hopper_wide`
     LAG: int = 2  # stages that gathered rows may be late when they are handed over
     PRODUCER_REGS: int = 56
+    TURNS: bool = False  # as in `hopper_pair`
+    PAIR_REGS: int = 224  # of either warpgroup there
 
     @property
     def SPANS(self) -> int:
@@ -90,6 +92,19 @@ class UpConfig(KernelFacts):
         return gl.BlockedLayout([1, 16], [4, 8], [self.PWARPS, 1], [1, 0])
 
     @property
+    def PAIR_MMA(self):
+        """[64, 128] of one warpgroup, tokens first."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+
+    @property
+    def PAIR_OUT(self):
+        """[64, 64] with 16 columns of the activations, 16 bytes, in a thread; a warp keeps its tokens."""
+        columns = [[0, 1], [0, 2], [0, 4], [0, 8]]
+        return gl.DistributedLinearLayout(
+            [*columns, [8, 0]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 64]
+        )
+
+    @property
     def OUT(self):
         """[64, N] with eight columns of the activations, 8 bytes, in a thread."""
         return gl.BlockedLayout([8, 1], [8, 4], [1, self.WARPS], [0, 1])
@@ -111,6 +126,8 @@ class DownConfig(KernelFacts):
     PDL: bool
     WIDE: bool = False  # 256 columns of the output: `hopper_wide`
     PRODUCER_REGS: int = 40
+    TURNS: bool = False  # as in `hopper_pair`
+    PAIR_REGS: int = 232  # of either warpgroup there
 
     @property
     def RT(self) -> int:
@@ -135,6 +152,20 @@ class DownConfig(KernelFacts):
     @property
     def MMA(self):
         return gl.NVMMADistributedLayout([3, 0], [self.WARPS, 1], [16, self.N, 32])
+
+    @property
+    def PAIR_MMA(self):
+        """[64, 128] of one warpgroup, tokens first."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+
+    @property
+    def PAIR_OUT(self):
+        """[64, 128] with eight columns of the output, 16 bytes, in a thread; a warp keeps its tokens."""
+        columns = [[0, 1], [0, 2], [0, 4]]
+        return gl.DistributedLinearLayout(
+            [*columns, [8, 0], [0, 32], [0, 64]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+            [64, 128],
+        )  # fmt: skip
 
     @property
     def OUT(self):

@@ -194,6 +194,14 @@ class Call:
 
             up_kernel = hopper_wide._moe_gate_up_wide_kernel if up.WIDE else up_kernel
             down_kernel = hopper_wide._moe_down_wide_kernel if down.WIDE else down_kernel
+        if chosen.up.pair:
+            from hpc.moe import hopper_pair
+
+            up_kernel = hopper_pair._moe_gate_up_pair_kernel
+        if chosen.down.pair:
+            from hpc.moe import hopper_pair_down
+
+            down_kernel = hopper_pair_down._moe_down_pair_kernel
         gate_up = Kernel(up_kernel, NAME, **self._options(chosen.up))
         product = Kernel(down_kernel, NAME, **self._options(chosen.down))
         (w13_rows, w13_cols), (w2_rows, w2_cols) = self.scales
@@ -278,10 +286,11 @@ class Call:
                 **common, KS=up.boxes, STAGES=up.stages, WARPS=up.warps, PWARPS=up.producer_warps,
                 BF16_MUL=key.bf16_mul, ACT=self.gate[0], LIMIT=self.gate[1], ALPHA=self.gate[2],
                 SPLIT=not up.shared_order, LAG=max(1, min(2, up.stages - 2)), FRESH=up.fresh, WIDE=up.wide,
+                TURNS=up.turns,
             ),
             down_config(
                 **common, BK=down.box, KS=down.boxes, STAGES=down.stages, WARPS=down.warps, SPREAD=down.shared_order,
-                WIDE=down.wide,
+                WIDE=down.wide, TURNS=down.turns,
             ),
         )  # fmt: skip
 
@@ -290,7 +299,8 @@ class Call:
         assert product is not None
         threads = 32 * (product.warps + 4) * product.per_sm
         registers = min(232, 65536 // threads // 8 * 8)
-        return {"num_warps": product.warps, "maxnreg": registers, "launch_pdl": self.pdl}
+        warps = 4 if product.pair else product.warps  # of its two warpgroups the second is a partition of its own
+        return {"num_warps": warps, "maxnreg": registers, "launch_pdl": self.pdl}
 
     def _tiny(self, shared: bool, stride_out: int) -> tuple[Launch, ...]:
         from hpc.moe import tiny

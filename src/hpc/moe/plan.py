@@ -81,7 +81,8 @@ class Product:
     `box` bytes along the contraction in a shared-memory box, `boxes` of them in a stage. `shared_order`: programs take
     items in turn, so that all of them work on the same weights at a time; else each takes an equal contiguous run,
     which the gate-up product cuts inside items. `fresh`: columns that the gate-up product adds up in one accumulator of
-    the tensor core; block scales take 128 at most. `wide`: the kernels of `hopper_wide`, 256 weight rows a tile.
+    the tensor core; block scales take 128 at most. `wide`: the kernels of `hopper_wide`, 256 weight rows a tile;
+    `pair`: those of `hopper_pair`, with `turns` or without.
     """
 
     box: int
@@ -93,6 +94,8 @@ class Product:
     shared_order: bool
     fresh: int = 128
     wide: bool = False
+    pair: bool = False
+    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,8 @@ def is_legal(plan: Plan, key: Key) -> str | None:
             product.boxes == 1 and product.shared_order and product.warps == 8 and plan.tile in (64, 128)
         ):
             return f"{name}: wide products take items in turn, one box a stage, eight warps, 64 or 128 rows"
+        if product.pair and not (product.wide and plan.tile == 128 and product.fresh >= 64):
+            return f"{name}: pairs of warpgroups take wide products, 128 rows, 64 or 128 fresh columns"
         if product.warps not in (4, 8) or product.producer_warps not in (1, 2, 4):
             return f"{name}: {product.warps} + {product.producer_warps} warps"
         stages = product.stages * stage_bytes(key, plan.tile, product, name == "up")
@@ -258,9 +263,16 @@ def wide_of_tile(key: Key, tile: int, fresh: int) -> tuple[int, Product, Product
     return tile, fill(key, tile, product, True), fill(key, tile, down, False)
 
 
+def pair_plan(key: Key, fresh: int, turns: bool = False) -> tuple[int, Product, Product]:
+    """(tile, up, down) by the kernels of `hopper_pair`."""
+    up = Product(128, 1, 1, 8, 4, 1, True, fresh, True, True, turns)
+    down = replace(up, box=down_boxes(key, 128)[0], producer_warps=1, fresh=128)
+    return 128, fill(key, 128, up, True), fill(key, 128, down, False)
+
+
 ALTERNATIVES = (
     "portable", "tiny", "tiles", "room", "two", "shared", "two shared", "half tile", "double tile", "fresh 32",
-    "fresh 64", "fresh 128", "wide 64", "wide 128", "wide up 128",
+    "fresh 64", "fresh 128", "wide 64", "wide 128", "wide up 128", "pair 64", "pair 128", "turns 64", "turns 128",
 )  # fmt: skip
 
 
@@ -291,6 +303,9 @@ def alternatives(key: Key) -> dict[str, Plan]:
         plans["wide 64"] = replace(
             tiles, **_fields(wide_of_tile(key, 64, fresh_columns(64, key.block_scales)))
         )
+        for fresh in (64, 128):
+            plans[f"pair {fresh}"] = replace(tiles, **_fields(pair_plan(key, fresh)))
+            plans[f"turns {fresh}"] = replace(tiles, **_fields(pair_plan(key, fresh, True)))
         if not key.block_scales:  # their 128 rows spill
             plans["wide 128"] = replace(tiles, **_fields(wide_of_tile(key, 128, 128)))
             plans["wide up 128"] = _in_turn(replace(plans["wide 128"], down=sm90_of_tile(key, 128)[2]))
