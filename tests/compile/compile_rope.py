@@ -32,9 +32,17 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8 32/8 d256": {"q_heads": 32, "kv_heads": 8, "head_dim": 256},
     "bf16 64/8 prefill, two tiles": {
         "q_heads": 64, "kv_heads": 8, "dtype": "bf16", "lens": (4096,), "new": (4096,), "is_prefill": True,
+        "tiles": 2,
     },
     "fp8 64/8 prefill, two tiles": {
-        "q_heads": 64, "kv_heads": 8, "lens": (4096,), "new": (4096,), "is_prefill": True,
+        "q_heads": 64, "kv_heads": 8, "lens": (4096,), "new": (4096,), "is_prefill": True, "tiles": 2,
+    },
+    "fp8 64/8 prefill, warp": {
+        "q_heads": 64, "kv_heads": 8, "lens": (4096,), "new": (4096,), "is_prefill": True, "warp": (32, 1),
+    },
+    "bf16 8/1 prefill, warp": {
+        "q_heads": 8, "kv_heads": 1, "dtype": "bf16", "lens": (4096,), "new": (4096,), "is_prefill": True,
+        "warp": (8, 4),
     },
     "fp8 8/1 decode, sm80": {"target": "sm80"},
     "bf16 32/8 d80 HND": {"q_heads": 32, "kv_heads": 8, "head_dim": 80, "layout": "HND", "dtype": "bf16"},
@@ -83,10 +91,18 @@ def compile_case(name: str) -> list[dict[str, Any]]:
 def launch_prologue(fields: dict[str, Any]) -> None:
     from hpc.rope import warm
     from hpc.rope.case_lists import RopeCase
+    from hpc.rope.plan import Plan
 
     plan, target = fields.get("plan"), fields.get("target", "sm90")
+    if "tiles" in fields:
+        plan = Plan(8, 2, fields["tiles"])
+    if "warp" in fields:
+        plan = Plan(fields["warp"][0], 1, tokens=fields["warp"][1])
     usual = {"lens": (65, 70), "new": (1, 1), "dtype": "fp8", "norm_policy": 2}
-    params = {**usual, **{name: value for name, value in fields.items() if name not in ("plan", "target")}}
+    params = {
+        **usual,
+        **{name: value for name, value in fields.items() if name not in ("plan", "target", "tiles", "warp")},
+    }
     warm.compile_shape(RopeCase(**params), target, plan)
 
 

@@ -16,26 +16,38 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from ptx_machine import U64, Block, Instruction, Program, Warp, f32, s32, split_operands, to_bits
+from ptx_machine import U64, Block, Instruction, Program, Warp, f32, s16, s32, split_operands, to_bits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rope"))
 
 LENS, NEW = (70, 5, 0, 33, 64), (3, 5, 2, 0, 1)  # the third is a padded request, the fourth brings nothing
 SMALL: dict[str, Any] = {"lens": LENS, "new": NEW, "q_heads": 4, "kv_heads": 2, "spare_rows": 2}
-# Name -> (fields of a `RopeCase`, tiles of queries a program).
-CASES: dict[str, tuple[dict[str, Any], int]] = {
-    "fp8 decode, norm then rotate": ({**SMALL, "dtype": "fp8"}, 1),
-    "fp8 prefill, two tiles": ({**SMALL, "dtype": "fp8", "is_prefill": True}, 2),
+ONE, TWO = {}, {"unroll": 2}
+WARP = {"heads": 4, "num_warps": 1, "tokens": 3, "steps": 2}  # the SM90 kernel
+ALL = {**WARP, "heads": 8, "steps": 1}
+# Name -> (fields of a `RopeCase`, what its plan is beside the choice).
+CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "fp8 decode, norm then rotate": ({**SMALL, "dtype": "fp8"}, ONE),
+    "fp8 prefill, two tiles": ({**SMALL, "dtype": "fp8", "is_prefill": True}, TWO),
     "fp8 fixed scale, rotate then norm, kept": (
-        {**SMALL, "dtype": "fp8", "quant_policy": 2, "norm_policy": 1, "keep_k": True, "keep_v": True}, 1,
+        {**SMALL, "dtype": "fp8", "quant_policy": 2, "norm_policy": 1, "keep_k": True, "keep_v": True}, ONE,
     ),
-    "bf16 HND, norm then rotate": ({**SMALL, "layout": "HND"}, 1),
-    "bf16 interleaved, half rotated, no norm": ({**SMALL, "neox": False, "rotary_dim": 64, "norm_policy": 0}, 1),
-    "fp8 interleaved, half rotated, norm": ({**SMALL, "dtype": "fp8", "neox": False, "rotary_dim": 64}, 1),
+    "bf16 HND, norm then rotate": ({**SMALL, "layout": "HND"}, ONE),
+    "bf16 interleaved, half rotated, no norm": ({**SMALL, "neox": False, "rotary_dim": 64, "norm_policy": 0}, ONE),
+    "fp8 interleaved, half rotated, norm": ({**SMALL, "dtype": "fp8", "neox": False, "rotary_dim": 64}, ONE),
     "fp8 d80, 12 rotated, 5 query heads": (
-        {**SMALL, "dtype": "fp8", "q_heads": 5, "kv_heads": 1, "head_dim": 80, "rotary_dim": 24, "bf16_table": True}, 2,
+        {**SMALL, "dtype": "fp8", "q_heads": 5, "kv_heads": 1, "head_dim": 80, "rotary_dim": 24, "bf16_table": True},
+        TWO,
     ),
-    "bf16 d256, v dim 64": ({**SMALL, "head_dim": 256, "v_dim": 64, "norm_policy": 1}, 1),
+    "bf16 d256, v dim 64": ({**SMALL, "head_dim": 256, "v_dim": 64, "norm_policy": 1}, ONE),
+    "fp8 warp, prefill": ({**SMALL, "q_heads": 12, "dtype": "fp8", "is_prefill": True}, WARP),
+    "fp8 warp, decode, one KV head": ({**SMALL, "q_heads": 8, "kv_heads": 1, "dtype": "fp8"}, ALL),
+    "bf16 warp HND, rotate then norm": ({**SMALL, "layout": "HND", "norm_policy": 1, "is_prefill": True}, WARP),
+    "fp8 warp d64, fixed scale, kept, no norm": (
+        {**SMALL, "q_heads": 8, "head_dim": 64, "dtype": "fp8", "quant_policy": 2, "norm_policy": 0, "keep_k": True,
+         "keep_v": True, "bf16_table": True}, ALL,
+    ),
+    "bf16 warp d256, kept": ({**SMALL, "head_dim": 256, "keep_k": True, "keep_v": True}, WARP),
 }  # fmt: skip
 
 
@@ -66,6 +78,24 @@ class PrologueBlock(Block):
         target, source = instruction.operands
         with np.errstate(all="ignore"):
             self.put(warp, target, to_bits(np.sqrt(f32(self.value(warp, source))), "f32"), mask)
+
+    def _rcp(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
+        self._approximate(warp, instruction, mask, lambda x: 1 / x)
+
+    def _rsqrt(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
+        self._approximate(warp, instruction, mask, lambda x: 1 / np.sqrt(x))
+
+    def _approximate(
+        self, warp: Warp, instruction: Instruction, mask: Any, exact: Callable[[Any], Any]
+    ) -> None:
+        """A value that is off by a unit in the last place, one way or the other."""
+        target, source = instruction.operands
+        bits = self.value(warp, source)
+        with np.errstate(all="ignore"):
+            found = to_bits(exact(f32(bits)), "f32")
+        near = found + (bits % U64(3)) - U64(1)
+        in_range = (found & U64(0x7FFFFFFF)) - U64(0x800000) < U64(0x7F000000)
+        self.put(warp, target, np.where(in_range, near, found), mask)
 
     def _abs(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
         target, source = instruction.operands
@@ -112,12 +142,16 @@ class PrologueBlock(Block):
                 else:
                     parts = [x.bfloat16().view(torch.uint16).numpy().astype(U64) for x in (high, low)]
                     found = parts[0] << U64(16) | parts[1]
+            elif kinds == ("s16", "s8"):
+                found = to_bits(s16(bits[0] << U64(8)) >> 8, "s16")
             elif kinds == ("f64", "f32"):
                 found = f32(bits[0]).astype(np.float64).view(U64)
             elif kinds == ("rn", "f32", "f64"):
                 found = to_bits(bits[0].view(np.float64).astype(np.float32), "f32")
             elif kinds == ("rn", "f32", "s32"):
                 found = to_bits(s32(bits[0]).astype(np.float32), "f32")
+            elif kinds in (("rn", "f32", "s64"), ("rn", "f32", "u64")):
+                found = to_bits(bits[0].view(np.int64).astype(np.float32), "f32")
             elif kinds == ("rzi", "s32", "f32"):
                 found = to_bits(np.trunc(f32(bits[0])), "s32")
             else:
@@ -140,7 +174,7 @@ def run_case(name: str) -> dict[str, Any]:
     from hpc.rope.case_lists import RopeCase
     from hpc.testing import fill_nan
 
-    fields, unroll = CASES[name]
+    fields, changes = CASES[name]
     params = RopeCase(**fields)
     inputs = cases.make_tensors(params, "cpu", seed=len(name))
     inputs.qkv[1, 5], inputs.qkv[2, : params.head_dim] = float("nan"), 0  # a head with a NaN, a head of zeros
@@ -153,7 +187,7 @@ def run_case(name: str) -> dict[str, Any]:
         if tensor is not None:
             fill_nan(tensor)
     chosen = plan.choose(plan.Key(params.tokens, q_heads, params.kv_heads, params.head_dim, params.value_dim))
-    facts = launch.facts_of(x, q_heads, replace(chosen, unroll=unroll), made[0])
+    facts = launch.facts_of(x, q_heads, replace(chosen, **changes), made[0])
     facts = replace(facts, sm90=True, soft=False, aligned=True, k_in_memory=x.fp8, v_in_memory=x.fp8)
     call = launch.Call(facts, entry.sizes_of(x))
     upper = validate.FP8_MAX if params.upper_max is None else params.upper_max

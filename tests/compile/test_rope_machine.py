@@ -11,7 +11,7 @@ import pytest
 from processes import few_or_all, reports
 from run_rope import CASES, QUERY
 
-FEW = [*list(CASES)[:3], QUERY]
+FEW = [*list(CASES)[:3], "fp8 warp, prefill", "bf16 warp HND, rotate then norm", QUERY]
 
 pytestmark = pytest.mark.compile
 

@@ -72,9 +72,11 @@ def test_rotated_inputs_share_what_layers_share() -> None:
 
 
 def test_warmup_names_its_shapes() -> None:
-    shapes = warm.shapes()
-    assert len(set(shapes)) == len(shapes) and {warm.label(p) for p, _ in shapes} >= {"fp8 8/1 decode"}
-    reached = {(p.is_prefill, chosen.unroll) for p, chosen in shapes}
-    assert reached == {(True, 1), (True, 2), (False, 1)}, (
-        "both plans of prefill, or its first long prompt compiles"
-    )
+    for sm90 in (True, False):
+        shapes = warm.shapes(sm90)
+        assert len(set(shapes)) == len(shapes) and {warm.label(p) for p, _ in shapes} >= {"fp8 8/1 decode"}
+        reached = {(p.is_prefill, bool(chosen.tokens), chosen.unroll) for p, chosen in shapes}
+        many = (True, True, 1) if sm90 else (True, False, 2)
+        assert reached == {(True, False, 1), many, (False, False, 1)}, (
+            "both plans of prefill, or its first long prompt compiles"
+        )

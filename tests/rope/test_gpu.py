@@ -7,7 +7,7 @@ import torch
 from rope_support import assert_same, expected, make, outputs, poison, same_bits
 
 import hpc
-from hpc.rope import case_lists, cases, reference
+from hpc.rope import case_lists, cases, plan, reference
 from hpc.testing import assert_close, guarded
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +42,33 @@ def test_many_tokens(dtype: str, norm_policy: int) -> None:
     first = outputs(one := poison(inputs), cases.prologue(one))
     assert_same(first, expected(inputs), "first")
     assert_same(outputs(two := poison(inputs), cases.prologue(two)), first, "second")
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (24, 2), (64, 8)], ids=str)
+@pytest.mark.parametrize("policy", [0, 1, 2])
+@pytest.mark.parametrize("form", ["bf16", "fp8 prefill", "fp8 decode", "fp8 fixed"])
+def test_plans_of_the_sm90_kernel(heads: tuple[int, int], policy: int, form: str) -> None:
+    """Any split into programs gives the bits of the reference; padded requests, a spare row, NaN, infinities, zeros."""
+    lens, new = (300, 70, 5, 0, 64, 17, 4097), (129, 33, 5, 2, 1, 0, 700)
+    for dim in (128, 64, 256):
+        rows = 512 // dim
+        rest = {"dtype": form[:4].strip(), "quant_policy": 2 if "fixed" in form else 1, "head_dim": dim,
+                "is_prefill": "decode" not in form, "norm_policy": policy, "layout": "HND" if dim == 64 else "NHD",
+                "keep_k": dim == 256, "keep_v": dim == 256, "spare_rows": 3}  # fmt: skip
+        inputs = make(lens, new, heads, "cuda", **rest)
+        inputs.qkv[1, 5], inputs.qkv[2, :dim] = float("nan"), 0
+        inputs.qkv[3, 7], inputs.qkv[4, 3 * dim + 1] = float("inf"), float("-inf")
+        want = expected(inputs)
+        for part, tokens, steps, registers in (
+            (rows, 1, 1, 80),
+            (heads[0], 3, 1, 128),
+            (heads[0] // 2, 7, 3, 64),
+        ):
+            if heads[0] % part or part % rows:
+                continue
+            chosen = plan.Plan(part, 1, tokens=tokens, steps=steps, registers=registers)
+            given = poison(inputs)
+            assert_same(outputs(given, cases.prologue(given, plan=chosen)), want, f"{dim} {chosen}")
 
 
 def test_every_bf16_value_in_every_conversion() -> None:

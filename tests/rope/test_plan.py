@@ -50,6 +50,33 @@ def test_the_choice_is_legal(dim: int, tokens: int) -> None:
         assert plan.is_legal(plan.choose(key), key) is None
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_sm90_kernel_takes_many_tokens_of_heads_that_a_warp_holds(dim: int) -> None:
+    for heads, tokens in itertools.product((8, 12, 16, 28, 40, 64, 96), (1, 64, 8192, 131072)):
+        if not plan.fits_warp(heads, dim, dim, dim, True, 1e-6):
+            assert heads % (512 // dim)
+            continue
+        key = plan.Key(tokens, heads, max(1, heads // 8), dim, dim, True)
+        chosen = plan.choose(key)
+        assert plan.is_legal(chosen, key) is None
+        assert bool(chosen.tokens) == (tokens >= 8192)
+        if chosen.tokens:
+            assert plan.is_legal(chosen, plan.Key(tokens, heads, 1, dim, dim)) is not None
+
+
+def test_what_the_sm90_kernel_does_not_take() -> None:
+    assert plan.fits_warp(8, 128, 128, 128, True, 1e-6)
+    for heads, dims in ((5, (128, 128, 128)), (8, (96, 96, 96)), (8, (128, 64, 128)), (8, (128, 128, 64))):
+        assert not plan.fits_warp(heads, *dims, True, 1e-6)
+    assert not plan.fits_warp(8, 128, 128, 128, False, 1e-6) and not plan.fits_warp(
+        8, 128, 128, 128, True, 0.0
+    )
+    key = plan.Key(8192, 8, 1, 128, 128, True)
+    for wrong in (plan.Plan(8, 2, tokens=4), plan.Plan(3, 1, tokens=4), plan.Plan(16, 1, tokens=1),
+                  plan.Plan(8, 1, tokens=1, steps=0), plan.Plan(8, 1, tokens=1, registers=32)):  # fmt: skip
+        assert plan.is_legal(wrong, key) is not None
+
+
 @pytest.mark.parametrize("case", case_lists.bench_cases(), ids=lambda case: case.name)
 def test_the_choice_for_measured_cases(case: case_lists.Case) -> None:
     p = case.params

@@ -119,8 +119,11 @@ def _number(scale: Any) -> float:
 
 
 def _prepare(x: Arguments, q_heads: int, chosen: plan.Plan | None) -> launch.Call:
-    rows, (kv_heads, head_dim) = x.qkv.shape[0], x.key_cache.shape[2:]
-    key = plan.Key(rows, q_heads, kv_heads, head_dim, x.value_cache.shape[3])
+    # a fresh out_q is packed and on 16 bytes
+    out_q = x.out_q if x.out_q is not None else torch.empty(
+        (x.qkv.shape[0], q_heads, x.key_cache.shape[3]), dtype=FP8 if x.fp8 else torch.bfloat16, device=x.qkv.device
+    )  # fmt: skip
+    key = launch.key_of(x, q_heads, arch.capability(x.qkv.device)[0] == 9, out_q)
     if chosen is not None:
         why = plan.is_legal(chosen, key)
         if why is not None:
@@ -131,10 +134,6 @@ def _prepare(x: Arguments, q_heads: int, chosen: plan.Plan | None) -> launch.Cal
                 got=why,
                 remedy="Pass plan=None.",
             )
-    # a fresh out_q is packed and on 16 bytes
-    out_q = x.out_q if x.out_q is not None else torch.empty(
-        (rows, q_heads, head_dim), dtype=FP8 if x.fp8 else torch.bfloat16, device=x.qkv.device
-    )  # fmt: skip
     return launch.Call(launch.facts_of(x, q_heads, chosen or plan.choose(key), out_q), sizes_of(x))
 
 
@@ -172,17 +171,19 @@ def by_reference(x: Arguments, q_heads: int) -> Result:
     rows = x.qkv.shape[0]
     request, position, place = reference.token_positions(x.seq_lens, x.q_index, rows)
     kv_heads, head_dim = x.key_cache.shape[2:]
-    q, k, v = reference.project(
+    (q, factor), (k, k_factor), v = reference.project_unscaled(
         x.qkv, x.cos_sin, position, kv_heads, head_dim, x.value_cache.shape[3], q_norm_weight=x.q_norm_weight,
         k_norm_weight=x.k_norm_weight, qk_norm_policy=x.qk_norm_policy, eps=x.eps, is_neox_style=x.is_neox_style,
         dtype=torch.float32,
     )  # fmt: skip
     out_q, q_scale, flag = allocate(x, q_heads)
     if x.fp8:
-        q8, q_scale = _quantized(x, q, request, place)
-        q, k, v = q8, _fixed_scale(k, x.k_scale), _fixed_scale(v, x.v_scale)
+        q, q_scale = _quantized(x, q, factor, request, place)
+        k, v = _fixed_scale(k, k_factor, x.k_scale), _fixed_scale(v, None, x.v_scale)
         assert flag is not None
         flag.zero_()
+    else:
+        q, k = reference.scaled(q, factor), reference.scaled(k, k_factor)
     dtype = FP8 if x.fp8 else torch.bfloat16
     for out, part in ((out_q, q), (x.out_k, k), (x.out_v, v)):
         if out is not None:
@@ -195,21 +196,22 @@ def by_reference(x: Arguments, q_heads: int) -> Result:
     return out_q, q_scale, flag
 
 
-def _fixed_scale(part: torch.Tensor, scale: Any) -> torch.Tensor:
-    """e4m3(x * (1 / scale)) of float32 values and a scale in any of its forms."""
+def _fixed_scale(part: torch.Tensor, factor: torch.Tensor | None, scale: Any) -> torch.Tensor:
+    """e4m3(x * (factor * (1 / scale))) of float32 values and a scale in any of its forms."""
     number = scale.reshape(1) if isinstance(scale, torch.Tensor) else torch.tensor([_number(scale)])
     number = number.to(part.device, torch.float32)
-    return reference.to_fp8(part * (torch.ones_like(number) / number))
+    return reference.to_fp8(part * reference.both(factor, torch.ones_like(number) / number))
 
 
 def _quantized(
-    x: Arguments, q: torch.Tensor, request: torch.Tensor, place: torch.Tensor
+    x: Arguments, q: torch.Tensor, factor: torch.Tensor | None, request: torch.Tensor, place: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(codes, scales in the layout of the call) of queries in float32."""
+    """(codes, scales in the layout of the call) of queries in float32 that lack a factor a head."""
     if x.quant_policy == 2:
         assert x.q_scale_inv is not None
-        return reference.to_fp8(q * x.q_scale_inv.flatten()[0]), None
-    q8, scale = reference.quantize_query(q, validate.FP8_MAX if x.upper_max is None else x.upper_max)
+        return reference.to_fp8(q * reference.both(factor, x.q_scale_inv.flatten()[0])), None
+    upper = validate.FP8_MAX if x.upper_max is None else x.upper_max
+    q8, scale = reference.quantize_query(q, upper, factor)
     if not x.is_prefill:
         return q8, scale.masked_fill((request < 0)[:, None], 0)
     columns = columns_of(x)

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from hpc.common.triton_helpers import pdl_wait, to_e4m3_bytes
-from hpc.rope.kernels import _amax, _clear_scales, _dynamic_scale, _find
+from hpc.rope.kernels import _clear_scales, _find
+from hpc.rope.kernels_head import _amax, _dynamic_scale, _fp32
 
 _SCALARS = ["num_tokens", "num_req", "scale_cols", "num_q"]
 _NARROW = ["q_scale_ptr", "q_index_ptr"]  # their alignment decides nothing
@@ -34,10 +35,10 @@ def _quantize_query_kernel(
         i = tl.arange(0, D_P)[None, None, :]
         mask = inside[:, :, None] & (i < D)
         q = tl.load((q_ptr + row * stride_qt + column * stride_qh)[:, :, None] + i, mask=mask, other=0.0)
-        q = q.to(tl.float32)
+        q = _fp32(q)
         scale, inverse = _dynamic_scale(_amax(q, INTERPRET), upper)
         if BY_REQUEST:
-            request, start, _, owned = _find(token, q_index_ptr, num_req, requests_per_token)
+            request, start, _, owned = _find(token, q_index_ptr, q_index_ptr, num_req, requests_per_token)
             place = (token - start)[:, None]
             room = place < scale_cols
             ptrs = q_scale_ptr + (request[:, None].to(tl.int64) * HQ + column) * scale_cols + place

@@ -45,6 +45,12 @@ class Facts:
 
     def constants(self, interpret: bool) -> tuple[Any, ...]:
         """Compile-time arguments in the kernel's order."""
+        if self.plan.tokens:
+            return (
+                self.q_heads, self.kv_heads, self.head_dim, self.page_size, self.plan.heads, self.plan.tokens,
+                self.plan.steps, self.policy, self.q_scale != BF16_QUERY, self.q_scale, self.k_in_memory,
+                self.v_in_memory, self.out_k, self.out_v, self.early, self.sm90,
+            )  # fmt: skip
         half, rest = self.rotary_dim // 2, self.head_dim - self.rotary_dim
         tile_q, tile_k = plan.tiles(self.plan, self.q_heads, self.kv_heads)
         return (
@@ -71,10 +77,15 @@ class Sizes:
 
     def grid(self, facts: Facts) -> tuple[int, int, int, int]:
         """Programs for keys, values, queries, clearing."""
+        clearers = self.num_requests * facts.kv_heads
+        if facts.plan.tokens:
+            rows = facts.plan.steps * (512 // facts.head_dim)
+            queries = -(-self.num_tokens // facts.plan.tokens) * (facts.q_heads // facts.plan.heads)
+            return -(-self.num_tokens * facts.kv_heads // rows), 0, queries, clearers
         tile_q, tile_k = plan.tiles(facts.plan, facts.q_heads, facts.kv_heads)
         keys = plan.programs(self.num_tokens, facts.kv_heads, *tile_k)
         queries = plan.programs(self.num_tokens, facts.q_heads, tile_q[0], tile_q[1] * facts.plan.unroll)
-        return keys, keys, queries, self.num_requests * facts.kv_heads
+        return keys, keys, queries, clearers
 
     def arguments(self, parts: tuple[int, int, int, int]) -> tuple[float, ...]:
         """In the kernel's order, `num_tokens` to `num_q`."""
@@ -107,6 +118,14 @@ def facts_of(x: Arguments, q_heads: int, chosen: plan.Plan, out_q: torch.Tensor)
             *out_q.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
         ),
     )  # fmt: skip
+
+
+def key_of(x: Arguments, q_heads: int, sm90: bool, out_q: torch.Tensor) -> plan.Key:
+    """What the plan of checked arguments depends on."""
+    head_dim, v_dim, rotary_dim = x.key_cache.shape[3], x.value_cache.shape[3], x.cos_sin.shape[1]
+    warp = sm90 and plan.fits_warp(q_heads, head_dim, v_dim, rotary_dim, bool(x.is_neox_style), float(x.eps))
+    on_16_bytes = x.qkv.stride(0) % 8 == 0 and aligned(wide(x, out_q))
+    return plan.Key(x.qkv.shape[0], q_heads, x.key_cache.shape[2], head_dim, v_dim, warp and on_16_bytes)
 
 
 def in_memory(scale: Any, device: torch.device) -> bool:
@@ -144,8 +163,15 @@ def kernel_of(facts: Facts) -> Kernel:
     from hpc.rope import kernels
 
     fn = kernels._rope_prologue_kernel if facts.aligned else kernels._rope_prologue_unaligned_kernel
+    more: dict[str, Any] = {}
+    if facts.plan.tokens:
+        from hpc.rope import hopper
+
+        fn, more = hopper._rope_warp_kernel, {"maxnreg": facts.plan.registers}
     name = "rope_norm_store_kv_fp8" if facts.q_scale != BF16_QUERY else "rope_norm_store_kv"
-    return Kernel(fn, name, num_warps=facts.plan.num_warps, launch_pdl=facts.sm90, enable_fp_fusion=False)
+    return Kernel(
+        fn, name, num_warps=facts.plan.num_warps, launch_pdl=facts.sm90, enable_fp_fusion=False, **more
+    )
 
 
 class Call:

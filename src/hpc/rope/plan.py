@@ -18,6 +18,7 @@ class Key:
     kv_heads: int
     head_dim: int
     v_dim: int
+    warp: bool = False  # the SM90 kernel can run it: `fits_warp`
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,16 @@ class Plan:
     """Heads (of any tokens) in a tile, the warps of a program, and its tiles of queries, 1 or 2.
 
     Two tiles, of other heads of the same tokens, share angles, weights and the search of the request.
+    With `tokens` it is the SM90 kernel of one warp a program: so many tokens and `heads` heads of each a query program,
+    `steps` times 512/D rows a program of keys and values, `registers` a thread at most.
     """
 
     heads: int
     num_warps: int
     unroll: int = 1
+    tokens: int = 0
+    steps: int = 1
+    registers: int = 80
 
 
 def power_of_two(n: int) -> int:
@@ -37,8 +43,23 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def fits_warp(q_heads: int, head_dim: int, v_dim: int, rotary_dim: int, neox: bool, eps: float) -> bool:
+    """Whether the SM90 kernel computes this call, if its tensors lie on 16 bytes: heads that a warp holds whole, and no
+    root of numbers below 2^-101."""
+    return (
+        head_dim in (64, 128, 256) and v_dim == rotary_dim == head_dim and neox and eps >= 1e-20
+        and q_heads % (512 // head_dim) == 0
+    )  # fmt: skip
+
+
 def is_legal(plan: Plan, key: Key) -> str | None:
     """Why a plan cannot run, or None."""
+    if plan.tokens:
+        if plan.tokens < 1 or plan.steps < 1 or plan.num_warps != 1 or plan.registers < 64:
+            return "the SM90 kernel takes one warp of 64 registers, one token and one step at least"
+        if plan.heads < 1 or key.q_heads % plan.heads or plan.heads % (512 // key.head_dim):
+            return f"{plan.heads} heads: the SM90 kernel takes whole parts of all heads, in multiples of 512 / head_dim"
+        return None if key.warp else "the SM90 kernel does not compute this call"
     if plan.heads < 1 or plan.heads & (plan.heads - 1):
         return f"{plan.heads} heads a program: not a power of two"
     if plan.num_warps not in (1, 2, 4, 8):
@@ -54,17 +75,20 @@ def is_legal(plan: Plan, key: Key) -> str | None:
 
 
 def choose(key: Key) -> Plan:
-    """16 values a thread and tile; two tiles a program once that still leaves each multiprocessor its fill.
+    """16 values a thread and tile; once all multiprocessors have their fill, the SM90 kernel or two tiles a program.
 
     Of the tiles of 4 to 64 heads of 128 and 1 to 8 warps, 8 heads by 2 warps were within 4 % of the fastest for FP8
-    decode batches of 1, 16 and 64 (8/1 heads: 2.25, 1.84, 1.94 us; 64/8: 1.71, 2.28, 3.70 us). Four heads by one warp
-    lose in prefill without a norm, 14.6 against 11.2 us for 8192 tokens of 8/1 heads: too many programs to start. The
-    second tile follows from a count of instructions, 380 instead of 461 a head of 128 for FP8 with a norm at 64/8 heads
-    (266 for BF16), which is what bounds prefill; it has not been timed.
+    decode batches of 1, 16 and 64 (8/1 heads: 2.25, 1.84, 1.94 us; 64/8: 1.71, 2.28, 3.70 us). In prefill by these
+    tiles a third of the instructions is angles, weights and the search of the request; the SM90 kernel does that once a
+    token. It has not been timed. A program there does eight times R heads, so that the last programs are short.
     """
     widest = power_of_two(max(key.head_dim, key.v_dim))
     heads = max(1, 8 * 128 // widest)
     busy = key.num_tokens * key.q_heads >= 2 * heads * FILL
+    if busy and key.warp:
+        row = 512 // key.head_dim
+        part = max(h for h in range(row, 8 * row + 1, row) if key.q_heads % h == 0)
+        return Plan(heads=part, num_warps=1, tokens=max(1, 8 * row // part))
     return Plan(heads=heads, num_warps=2, unroll=2 if busy else 1)
 
 

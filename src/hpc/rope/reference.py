@@ -6,6 +6,8 @@ with ``float64`` nothing is rounded before the end.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 FP8 = torch.float8_e4m3fn
@@ -33,34 +35,59 @@ def token_positions(
     return request.where(owned, -1), position, rows - index[b]
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, parts: list[int]) -> torch.Tensor:
-    """``x * (1 / sqrt(mean(x^2) + eps)) * weight`` over the last dimension, in x's dtype.
+def rms_factor(x: torch.Tensor, eps: float, parts: list[int]) -> torch.Tensor:
+    """``1 / sqrt(mean(x^2) + eps)`` over the last dimension, in x's dtype.
 
-    Squares are added pair by pair up to eight neighbours of a part (dims that are loaded together), then in float64,
-    where their order does not show. The root is taken in float64: PyTorch's float32 one is not always the nearest.
+    Squares of eight neighbours of a part (dims that are loaded together) are added one after the other, these sums in
+    float64, where their order does not show. The root is taken in float64: PyTorch's float32 one is not always the
+    nearest.
     """
     total = torch.zeros_like(x[..., :1], dtype=torch.float64)
     for part in x.split(parts, -1):
-        squares = torch.nn.functional.pad(part * part, (0, -part.shape[-1] % 8))
-        for _ in range(3):
-            squares = squares[..., ::2] + squares[..., 1::2]
-        total += squares.double().sum(-1, keepdim=True)
+        squares = torch.nn.functional.pad(part * part, (0, -part.shape[-1] % 8)).unflatten(-1, (-1, 8))
+        eights = squares[..., 0]
+        for i in range(1, 8):
+            eights = eights + squares[..., i]
+        total += eights.double().sum(-1, keepdim=True)
     mean = total.to(x.dtype) / torch.full_like(x[..., :1], x.shape[-1])
     root = (mean + eps).double().sqrt().to(x.dtype)
-    return x * (torch.ones_like(root) / root) * weight.to(x.dtype)
+    return torch.ones_like(root) / root
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool) -> torch.Tensor:
-    """Rotate the first ``2 * cos.shape[-1]`` dims of ``[tokens, heads, D]`` by the angles of ``[tokens, half]``.
+def multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """``x * y + z`` rounded once to x's dtype, save where float64 rounds float32's sum to a tie: one in 2^28."""
+    return (x.double() * y.double() + z.double()).to(x.dtype)
+
+
+def rotate(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    is_neox_style: bool,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x * weight`` with the first ``2 * cos.shape[-1]`` dims of ``[tokens, heads, D]`` rotated by the angles of
+    ``[tokens, half]``. The weights are multiplied into the angles, which heads of a token share.
 
     Pairs are (i, i + half) in NeoX style, (2i, 2i + 1) interleaved.
     """
+
+    def pairs(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return values.chunk(2, -1) if is_neox_style else (values[..., ::2], values[..., 1::2])
+
     half, (cos, sin) = cos.shape[-1], (cos.unsqueeze(1), sin.unsqueeze(1))
-    turned = x[..., : 2 * half]
-    a, b = turned.chunk(2, -1) if is_neox_style else (turned[..., ::2], turned[..., 1::2])
-    pair = (a * cos - b * sin, b * cos + a * sin)
+    a, b = pairs(x[..., : 2 * half])
+    rest = x[..., 2 * half :]
+    cos_a = cos_b = cos
+    sin_a = sin_b = sin
+    if weight is not None:
+        weight = weight.to(x.dtype)
+        weight_a, weight_b = pairs(weight[: 2 * half])
+        cos_a, sin_a, cos_b, sin_b = cos * weight_a, sin * weight_a, cos * weight_b, sin * weight_b
+        rest = rest * weight[2 * half :]
+    pair = (multiply_add(a, cos_a, -(b * sin_b)), multiply_add(b, cos_b, a * sin_a))
     turned = torch.cat(pair, -1) if is_neox_style else torch.stack(pair, -1).flatten(-2)
-    return torch.cat((turned, x[..., 2 * half :]), -1)
+    return torch.cat((turned, rest), -1)
 
 
 def heads_of(
@@ -72,7 +99,12 @@ def heads_of(
     return q.unflatten(1, (-1, head_dim)), k.unflatten(1, (-1, head_dim)), v.unflatten(1, (-1, v_dim))
 
 
-def project(
+Scaled = tuple[
+    torch.Tensor, torch.Tensor | None
+]  # values and a factor a head that they still lack; None: none
+
+
+def project_unscaled(
     qkv: torch.Tensor,
     cos_sin: torch.Tensor,
     position: torch.Tensor,
@@ -86,24 +118,44 @@ def project(
     eps: float = 1e-6,
     is_neox_style: bool = True,
     dtype: torch.dtype = torch.float64,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k (normed and rotated) and v of each token in ``dtype``; positions are clamped to the table."""
+) -> tuple[Scaled, Scaled, torch.Tensor]:
+    """q, k (weighed and rotated, but for the factor of the norm) and v of each token in ``dtype``; positions are
+    clamped to the table."""
     angles = cos_sin[position.clamp(0, cos_sin.shape[0] - 1)].to(dtype)
     cos, sin = angles.chunk(2, -1)
     q, k, v = (part.to(dtype) for part in heads_of(qkv, num_kv_heads, head_dim, v_dim))
     half = cos.shape[-1]
     parts = [*((half, half) if is_neox_style else (2 * half,)), head_dim - 2 * half]
-    done = []
+    done: list[Scaled] = []
     for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
+        factor = None
         if qk_norm_policy == 2:
-            assert weight is not None
-            x = rms_norm(x, weight, eps, parts)
-        x = rotate(x, cos, sin, is_neox_style)
+            factor = rms_factor(x, eps, parts)
+            x = rotate(x, cos, sin, is_neox_style, weight)
+        else:
+            x = rotate(x, cos, sin, is_neox_style)
         if qk_norm_policy == 1:
             assert weight is not None
-            x = rms_norm(x, weight, eps, parts)
-        done.append(x)
+            factor = rms_factor(x, eps, parts)
+            x = x * weight.to(dtype)
+        done.append((x, factor))
     return done[0], done[1], v
+
+
+def project(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k (normed and rotated) and v of each token: `project_unscaled` with the factors multiplied in."""
+    q, k, v = project_unscaled(*args, **options)
+    return scaled(*q), scaled(*k), v
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    """``x * factor``, if there is one."""
+    return x if factor is None else x * factor
+
+
+def both(factor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """Product of two factors, the first of which may be none."""
+    return other if factor is None else factor * other
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -112,12 +164,15 @@ def to_fp8(x: torch.Tensor) -> torch.Tensor:
     return codes.masked_fill(x.isnan(), 0x7F).view(FP8)
 
 
-def quantize_query(q: torch.Tensor, upper_max: float = FP8_MAX) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(q8, scale)``: ``scale = max(1e-6, max|q|) / upper_max`` over the last dimension, ``q8 = fp8(q * (1 /
-    scale))``. A NaN or an infinity makes the scale of its head NaN or infinite."""
-    amax = q.abs().amax(-1).clamp_min(SMALLEST_AMAX)
+def quantize_query(
+    q: torch.Tensor, upper_max: float = FP8_MAX, factor: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(q8, scale)`` of q times its factor a head: ``scale = max(1e-6, max|q| * factor) / upper_max`` over the last
+    dimension, ``q8 = fp8(q * (factor * (1 / scale)))``. A NaN or an infinity makes the scale of its head NaN or
+    infinite."""
+    amax = scaled(q.abs().amax(-1, keepdim=True), factor).clamp_min(SMALLEST_AMAX)
     scale = amax / torch.full_like(amax, upper_max)
-    return to_fp8(q * (torch.ones_like(scale) / scale).unsqueeze(-1)), scale
+    return to_fp8(q * both(factor, torch.ones_like(scale) / scale)), scale.squeeze(-1)
 
 
 def scales_by_request(

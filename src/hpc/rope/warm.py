@@ -22,17 +22,17 @@ HEADS = ((64, 8), (32, 8), (32, 4), (16, 2), (8, 1), (4, 1), (40, 8), (28, 4), (
 DTYPES = ("fp8", "bf16")
 
 
-def shapes() -> list[tuple[RopeCase, plan.Plan]]:
+def shapes(sm90: bool = True) -> list[tuple[RopeCase, plan.Plan]]:
     """Head dim 128, page 64, NeoX over all dims; both dtypes, prefill (few tokens and many) and decode, with and
     without a norm before."""
-    few, many = (plan.choose(plan.Key(tokens, 8, 1, 128, 128)) for tokens in (1, 1 << 20))
-    return [
-        (
-            RopeCase((65,), (1,), *heads, dtype=dtype, is_prefill=chosen is not None, norm_policy=policy),
-            chosen or few,
-        )
-        for dtype, heads, chosen, policy in itertools.product(DTYPES, HEADS, (few, many, None), (0, 2))
-    ]
+    found = []
+    for dtype, heads, policy in itertools.product(DTYPES, HEADS, (0, 2)):
+        warp = sm90 and plan.fits_warp(heads[0], 128, 128, 128, True, 1e-6)
+        few, many = (plan.choose(plan.Key(tokens, *heads, 128, 128, warp)) for tokens in (1, 1 << 20))
+        for chosen, is_prefill in ((few, True), (many, True), (few, False)):
+            params = RopeCase((65,), (1,), *heads, dtype=dtype, is_prefill=is_prefill, norm_policy=policy)
+            found.append((params, chosen))
+    return found
 
 
 def warmup(device: torch.device | str, progress: Progress | None) -> int:
@@ -40,8 +40,8 @@ def warmup(device: torch.device | str, progress: Progress | None) -> int:
 
     Compilation fills Triton's cache from `HPC_WARMUP_JOBS` processes. Returns how many calls are ready.
     """
-    todo = shapes()
     target = device if isinstance(device, str) else "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    todo = shapes(target.startswith("sm9"))
     # a fresh interpreter each: CUDA does not survive a fork, and the parent may have launched already
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(env.warmup_jobs(), context, _compiling_worker) as pool:
@@ -72,7 +72,7 @@ def compile_shape(params: RopeCase, target: str, chosen: plan.Plan | None = None
     x = arguments(inputs)
     q_heads = validate.call(x)
     out_q, q_scale, flag = entry.allocate(x, q_heads)
-    key = plan.Key(params.tokens, q_heads, params.kv_heads, params.head_dim, params.value_dim)
+    key = launch.key_of(x, q_heads, target.startswith("sm9"), out_q)
     facts = launch.facts_of(x, q_heads, chosen or plan.choose(key), out_q)
     facts = replace(
         facts, sm90=target.startswith("sm9"), soft=int(target.removeprefix("sm").rstrip("a")) < 89,
