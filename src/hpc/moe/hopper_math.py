@@ -41,7 +41,12 @@ def inverse(x):
 def sigmoid(x):
     """1 / (1 + e^-x), the exponential to 2 ulp of its argument's rounding."""
     e = gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", args=[x * -1.4426950408889634], dtype=gl.float32, is_pure=True, pack=1
+        "ex2.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        args=[x * -1.4426950408889634],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
     )
     return inverse(1.0 + e)
 

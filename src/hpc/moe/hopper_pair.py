@@ -29,7 +29,11 @@ def _sum_of(x, w, d, turn_bars, turn, both, GROUP: gl.constexpr, C: gl.constexpr
         if both:
             mbarrier.wait(turn_bars.index(GROUP), turn)
         d = warpgroup_mma(
-            x.slice(0, K // 2, dim=1), w.slice(0, K // 2, dim=1).permute([1, 0]), d, use_acc=False, is_async=True
+            x.slice(0, K // 2, dim=1),
+            w.slice(0, K // 2, dim=1).permute([1, 0]),
+            d,
+            use_acc=False,
+            is_async=True,
         )
         d = warpgroup_mma(
             x.slice(K // 2, K // 2, dim=1), w.slice(K // 2, K // 2, dim=1).permute([1, 0]), d, is_async=True
@@ -90,7 +94,9 @@ def _up_sums(wtile, xtile, stile, full_bars, empty_bars, turn_bars, stage, phase
         gate, up0, up1 = _up_scales(ws_ptr, column, 0, ws_cols, C)
     for k in range(0, C.KB):
         if C.BLOCK:  # for the next turn: on their way while this one's products are
-            next_gate, next_up0, next_up1 = _up_scales(ws_ptr, column, gl.minimum(k + 1, C.KB - 1), ws_cols, C)
+            next_gate, next_up0, next_up1 = _up_scales(
+                ws_ptr, column, gl.minimum(k + 1, C.KB - 1), ws_cols, C
+            )
         mbarrier.wait(full_bars.index(stage), phase)
         x = xtile.index(stage * 2 + GROUP)
         if C.BLOCK:
@@ -212,8 +218,9 @@ def _moe_gate_up_pair_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full_bars.index(i), count=2)
         mbarrier.init(empty_bars.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turn_bars.index(i), count=1)
+    if C.TURNS:
+        for i in gl.static_range(2):
+            mbarrier.init(turn_bars.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [

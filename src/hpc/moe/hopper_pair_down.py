@@ -174,8 +174,9 @@ def _moe_down_pair_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full_bars.index(i), count=1)
         mbarrier.init(empty_bars.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turn_bars.index(i), count=1)
+    if C.TURNS:
+        for i in gl.static_range(2):
+            mbarrier.init(turn_bars.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [

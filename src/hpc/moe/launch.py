@@ -299,7 +299,9 @@ class Call:
         assert product is not None
         threads = 32 * (product.warps + 4) * product.per_sm
         registers = min(232, 65536 // threads // 8 * 8)
-        warps = 4 if product.pair else product.warps  # of its two warpgroups the second is a partition of its own
+        warps = (
+            4 if product.pair else product.warps
+        )  # of its two warpgroups the second is a partition of its own
         return {"num_warps": warps, "maxnreg": registers, "launch_pdl": self.pdl}
 
     def _tiny(self, shared: bool, stride_out: int) -> tuple[Launch, ...]:

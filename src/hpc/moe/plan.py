@@ -18,6 +18,7 @@ SCRATCH_LIMIT = (
 )  # bytes: longer inputs run in chunks of tokens, so that scratch does not grow without end
 MIN_CHUNK_TOKENS = 1024
 ALIGN = 256
+SHORT_INTER, LONG_INTER = 256, 1024  # columns of the activations: two stages of the down product, eight
 SM_SHARED = 227 * 1024  # bytes of an SM that its programs share
 
 
@@ -225,14 +226,51 @@ def fresh_columns(tile: int, block_scales: bool) -> int:
     return 32 if tile <= 32 or block_scales else 64
 
 
-def choose_sm90(key: Key) -> tuple[int, Product, Product]:
-    """(tile, up, down) for the SM90 kernels."""
+def tile_for(key: Key) -> int:
+    """Rows of a tile with room for the spread of random routing around the mean: a second tile of an expert reads its
+    weights again."""
     rows = key.rows_per_expert
-    # room for the spread of random routing around the mean; a second tile of an expert reads its weights again
-    tile = next((n for n, most in ((8, 4), (16, 10), (32, 24), (64, 48)) if rows <= most), 128)
-    if key.block_scales:
-        tile = min(tile, 64)  # a fresh accumulator a block beside the sum: 128 rows spill registers
+    return next((n for n, most in ((8, 4), (16, 11), (32, 24), (64, 48)) if rows <= most), 128)
+
+
+def choose_sm90(key: Key) -> tuple[int, Product, Product]:
+    """(tile, up, down) for the SM90 kernels; times are of an H200."""
+    if tile_for(key) <= 32:
+        return few_rows(key, tile_for(key))
+    return many_rows_of_blocks(key) if key.block_scales else many_rows(key)
+
+
+def few_rows(key: Key, tile: int) -> tuple[int, Product, Product]:
+    """The choice while reading weights is what takes time: equal runs of stages over all programs."""
+    if key.inter <= SHORT_INTER and not key.block_scales:
+        # A quarter of an item's time is its end; a second program reads on meanwhile. I = 192: 117.5 against 119.6 us
+        # for 64 tokens of 192 experts, 93.6 against 96.5 for 128 of 128.
+        return _two(key, tile)
+    if key.inter < LONG_INTER and key.rows_per_expert <= 8:  # I = 768: 162.2 against 164.0 us for 128 tokens
+        return _with_room(sm90_of_tile(key, tile))
     return sm90_of_tile(key, tile)
+
+
+def many_rows(key: Key) -> tuple[int, Product, Product]:
+    """The choice for more than 24 rows of an expert, one scale a tensor: programs take whole items in turn, since
+    partial sums grow with the rows, and what all of them read at a time stays in the L2."""
+    rows = key.rows_per_expert
+    if key.inter < LONG_INTER:
+        # Few stages an item: two programs an SM, one multiplies while the other ends an item. I = 768, 64 rows: 204.4
+        # against 209.7 us with wide tiles; 256 rows: 502.6 against 448.2.
+        return wide_of_tile(key, 128, 128) if rows > 210 else _items_in_turn(_two(key, 64))
+    # I = 1536: 85 rows 159.7 us in turn against 170.9 wide; 170 rows 235.3 with wide tiles of 64 rows, 243.0 of 128,
+    # 260.6 in turn; 341 rows 423.1, 349.9 and 413.7
+    if rows <= 120:
+        return _items_in_turn(sm90_of_tile(key, tile_for(key)))
+    return wide_of_tile(key, 64, 64) if rows <= 240 else wide_of_tile(key, 128, 128)
+
+
+def many_rows_of_blocks(key: Key) -> tuple[int, Product, Product]:
+    """The choice for more than 24 rows of an expert, block scales. With weights on the M side of the product a thread
+    multiplies by as many scales as it has sums, and all warps do so at once: 475 TFLOP/s where one scale a tensor gives
+    1030."""
+    return pair_plan(key, 64)
 
 
 def sm90_of_tile(key: Key, tile: int) -> tuple[int, Product, Product]:
@@ -273,6 +311,7 @@ def pair_plan(key: Key, fresh: int, turns: bool = False) -> tuple[int, Product, 
 ALTERNATIVES = (
     "portable", "tiny", "tiles", "room", "two", "shared", "two shared", "half tile", "double tile", "fresh 32",
     "fresh 64", "fresh 128", "wide 64", "wide 128", "wide up 128", "pair 64", "pair 128", "turns 64", "turns 128",
+    "pair up 64",
 )  # fmt: skip
 
 
@@ -282,17 +321,18 @@ def alternatives(key: Key) -> dict[str, Plan]:
     "tiles": the SM90 kernels where the choice is another. "room": so few stages that the down kernel finds room beside
     the gate-up kernel. "two": two programs an SM, of half the rows each where eight warps would be needed. "shared":
     programs take items in turn. "fresh": other sums in the tensor core: larger ones cost less and flip more roundings.
-    "wide": tiles of 256 weight rows; "wide up" for the first product alone.
+    "wide": tiles of 256 weight rows; "wide up" for the first product alone. "pair": two warpgroups of 64 tokens each;
+    "turns": they issue their products alternately.
     """
     base = replace(choose(key), tiny=None)
     plans = {"tiny": replace(base, backend="tiny", tile=16, up=None, down=None, tiny=Tiny(4, 1024, 4, 32, 8))}
     rows = key.rows_per_expert
     plans["portable"] = Plan("portable", 16 if rows <= 12 else 32, base.chunk, base.fused_index)
     if sm90_reason(key) is None:
-        tile, up, down = choose_sm90(key)
+        tile, up, down = sm90_of_tile(key, min(tile_for(key), 64 if key.block_scales else 128))
         tiles = Plan("sm90", tile, base.chunk, base.fused_index, up, down)
         plans["tiles"] = tiles
-        plans["room"] = replace(tiles, up=replace(up, stages=min(up.stages, 3)), down=replace(down, stages=3))
+        plans["room"] = replace(tiles, **_fields(_with_room((tile, up, down))))
         plans["shared"] = _in_turn(tiles)
         for fresh in (32, 64, 128):
             plans[f"fresh {fresh}"] = replace(tiles, up=replace(up, fresh=fresh))
@@ -306,6 +346,7 @@ def alternatives(key: Key) -> dict[str, Plan]:
         for fresh in (64, 128):
             plans[f"pair {fresh}"] = replace(tiles, **_fields(pair_plan(key, fresh)))
             plans[f"turns {fresh}"] = replace(tiles, **_fields(pair_plan(key, fresh, True)))
+        plans["pair up 64"] = _in_turn(replace(plans["pair 64"], down=sm90_of_tile(key, 128)[2]))
         if not key.block_scales:  # their 128 rows spill
             plans["wide 128"] = replace(tiles, **_fields(wide_of_tile(key, 128, 128)))
             plans["wide up 128"] = _in_turn(replace(plans["wide 128"], down=sm90_of_tile(key, 128)[2]))
@@ -318,7 +359,18 @@ def _fields(choice: tuple[int, Product, Product]) -> dict[str, Any]:
 
 def _in_turn(plan: Plan) -> Plan:
     assert plan.up is not None and plan.down is not None
-    return replace(plan, up=replace(plan.up, shared_order=True), down=replace(plan.down, shared_order=True))
+    return replace(plan, **_fields(_items_in_turn((plan.tile, plan.up, plan.down))))
+
+
+def _items_in_turn(choice: tuple[int, Product, Product]) -> tuple[int, Product, Product]:
+    tile, up, down = choice
+    return tile, replace(up, shared_order=True), replace(down, shared_order=True)
+
+
+def _with_room(choice: tuple[int, Product, Product]) -> tuple[int, Product, Product]:
+    """Three stages, so that the down kernel's programs start beside the gate-up kernel's."""
+    tile, up, down = choice
+    return tile, replace(up, stages=min(up.stages, 3)), replace(down, stages=3)
 
 
 def _two(key: Key, tile: int) -> tuple[int, Product, Product]:
