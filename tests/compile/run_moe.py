@@ -38,6 +38,7 @@ CASES: dict[str, tuple[int, int, int, int, bool, int, int, int, int, bool]] = {
     "tensor pair fresh 64": (150, 2, 384, 192, False, 128, 1, 8, 4, True),
     "block pair fresh 64": (150, 2, 320, 192, True, 128, 1, 8, 4, True),
     "block pair fresh 128": (150, 2, 320, 128, True, 128, 1, 8, 4, True),
+    "block pair, one block fresh 64": (70, 1, 64, 64, True, 128, 1, 8, 4, True),
     "tensor pair turns fresh 64": (150, 2, 256, 80, False, 128, 1, 8, 4, True),
     "block pair turns fresh 64": (150, 2, 384, 128, True, 128, 1, 8, 4, True),
 }
