@@ -60,6 +60,7 @@ INSTRUCTIONS = {
     "mma bf16": r"mma\.sync\.aligned\.m16n8k16\S*\.f32\.bf16\.bf16\.f32",
     "16-byte loads": r"ld\.global\S*\.v4\.b32",
     "shuffles": r"shfl\.sync",
+    "redux": r"redux\.sync\.(?:min|max)\.s32",
     "griddepcontrol.wait": r"griddepcontrol\.wait",
 }
 

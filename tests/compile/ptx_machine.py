@@ -442,6 +442,19 @@ class Block:
             raise NotImplementedError(instruction.text)
         self.put(warp, target.split("|")[0], self.value(warp, source)[which & 31], mask)
 
+    def _redux(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
+        target, source, *_ = instruction.operands
+        _, operation, kind = instruction.kinds
+        given = READ[kind](self.value(warp, source))[mask]
+        self.put(
+            warp, target, to_bits(np.full(32, {"min": given.min, "max": given.max}[operation]()), kind), mask
+        )
+
+    def _popc(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
+        target, source = instruction.operands
+        bits = READ[instruction.kinds[-1]](self.value(warp, source))
+        self.put(warp, target, np.array([int(b).bit_count() for b in bits]).astype(U64), mask)
+
     # --- memory ---
 
     def _ld(self, warp: Warp, instruction: Instruction, mask: Any) -> None:

@@ -195,6 +195,25 @@ def test_routers_of_models(case: cases.Case) -> None:
         torch.testing.assert_close(mine.double(), reference, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("model", cases_topk.ROUTERS)
+def test_expert_choice_of_several_tokens_a_program(model: str) -> None:
+    inputs = cases_topk.make_inputs(cases_topk.TopKCase(model, 9001, 512), "cuda", 21)
+    assert plan.topk_rows(9001, arch.sm_count(torch.cuda.current_device())) > 1
+    got, want = cases_topk.route(inputs), cases_topk.expected(inputs)
+    assert torch.equal(got[1], want[1])
+    assert_close(
+        cases_topk.flat(*got), cases_topk.flat(*want), cases_topk.OPERATOR.tolerance(TOPK_CASES[0]), model
+    )
+
+
+def test_equal_logits_give_the_lower_id() -> None:
+    """Every second expert equals its neighbour, so every choice is a tie."""
+    x = torch.randn(300, 256, device="cuda").bfloat16()
+    weight = torch.randn(96, 256, device="cuda").mul_(0.05).repeat_interleave(2, 0).contiguous()
+    _, ids = hpc.router_topk(x, hpc.split_router_weight(weight), 8)
+    assert torch.equal(ids[:, ::2] + 1, ids[:, 1::2]) and not (ids[:, ::2] % 2).any()
+
+
 def test_expert_choice_in_a_graph() -> None:
     inputs = cases_topk.make_inputs(cases_topk.TopKCase("DeepSeek-V3", 33), "cuda", 14)
     eager = cases_topk.route(inputs)

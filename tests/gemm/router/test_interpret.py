@@ -105,7 +105,9 @@ def test_the_low_part_counts() -> None:
             check(wrong, inputs, "wrong")
 
 
-def choose(logits: torch.Tensor, top_k: int, splits: int = 1, **options: Any) -> tuple[torch.Tensor, ...]:
+def choose(
+    logits: torch.Tensor, top_k: int, splits: int = 1, rows: int = 1, **options: Any
+) -> tuple[torch.Tensor, ...]:
     """The expert choice on logits that are given as `splits` equal partials."""
     from hpc.gemm.router import topk_kernel
 
@@ -115,17 +117,17 @@ def choose(logits: torch.Tensor, top_k: int, splits: int = 1, **options: Any) ->
     ids = torch.full((m, top_k), -7, dtype=torch.int32)
     zero = torch.full((m,), float("nan"))
     groups, bias = options.get("num_groups", 1), options.get("bias")
-    topk_kernel._router_topk_kernel[(m,)](
+    topk_kernel._router_topk_kernel[(ceil(m, rows),)](
         part, part if bias is None else bias, weights, ids, zero, m, n, splits, options.get("routed_scaling", 1.0),
         power_of_two(splits), top_k, power_of_two(top_k), groups, options.get("top_groups", 1), power_of_two(groups),
         n // groups, power_of_two(n // groups), options.get("scoring") == "sigmoid", bias is not None,
-        options.get("renormalize", False), options.get("num_zero_experts", 0), False,
+        options.get("renormalize", False), options.get("num_zero_experts", 0), rows, False,
     )  # fmt: skip
     return (weights, ids, zero) if options.get("num_zero_experts") else (weights, ids)
 
 
-def agree(logits: torch.Tensor, top_k: int, splits: int = 1, **options: Any) -> None:
-    got = choose(logits, top_k, splits, **options)
+def agree(logits: torch.Tensor, top_k: int, splits: int = 1, rows: int = 1, **options: Any) -> None:
+    got = choose(logits, top_k, splits, rows, **options)
     want = topk_reference(logits.double(), top_k, **options)
     assert got[1].tolist() == want[1].tolist()
     torch.testing.assert_close(got[0].double(), want[0], rtol=2e-6, atol=1e-7)
@@ -134,14 +136,14 @@ def agree(logits: torch.Tensor, top_k: int, splits: int = 1, **options: Any) -> 
 
 
 @pytest.mark.parametrize("model", cases_topk.ROUTERS)
-@pytest.mark.parametrize("splits", [1, 4])
-def test_routers_of_models(model: str, splits: int) -> None:
-    """Selection and weights of DeepSeek-V3, Hy3, Qwen3 and LongCat-Flash."""
+@pytest.mark.parametrize(("splits", "rows"), [(1, 1), (4, 3)])
+def test_routers_of_models(model: str, splits: int, rows: int) -> None:
+    """Selection and weights of DeepSeek-V3, Hy3, Qwen3 and LongCat-Flash; the last program has fewer tokens."""
     experts, _, top_k, options, has_bias = cases_topk.ROUTERS[model]
     generator = torch.Generator().manual_seed(len(model))
     logits = torch.randn(4, experts, generator=generator) * 1.3
     bias = torch.randn(experts, generator=generator) * 0.05 if has_bias else None
-    agree(logits, top_k, splits, bias=bias, **options)
+    agree(logits, top_k, splits, rows, bias=bias, **options)
 
 
 def test_groups_that_are_no_powers_of_two() -> None:
@@ -162,3 +164,15 @@ def test_ties_nan_and_infinities() -> None:
     )
     assert all(len(set(row)) == 4 for row in ids.tolist())
     assert not weights.isnan().any()
+
+
+@pytest.mark.parametrize("experts", [60, 256])
+def test_choices_full_of_ties(experts: int) -> None:
+    """Five values among all logits: nearly every choice is a tie, of groups too."""
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randint(-2, 3, (6, experts), generator=generator).float() * 0.5
+    agree(logits, 12)
+    agree(logits, 5, num_groups=4, top_groups=2)
+    agree(
+        logits, 8, scoring="sigmoid", bias=torch.zeros(experts), num_groups=4, top_groups=3, renormalize=True
+    )

@@ -10,7 +10,7 @@ import torch
 
 from hpc.common.launch import Kernel, current_device, raw_stream
 from hpc.gemm.router import weight
-from hpc.gemm.router.plan import BLOCK_K, STEP, Key, Plan, ceil, power_of_two, residents
+from hpc.gemm.router.plan import BLOCK_K, STEP, Key, Plan, ceil, power_of_two, residents, topk_rows
 
 NAME = "gemm_bf16xfp32"
 
@@ -251,6 +251,7 @@ class Call:
         assert topk is not None
         size = key.n // topk.num_groups
         padded = power_of_two(topk.num_groups) * power_of_two(size)
+        rows = topk_rows(key.m, key.sms)
         kernel = Kernel(
             topk_kernel._router_topk_kernel,
             "router_topk",
@@ -260,7 +261,7 @@ class Call:
         fixed = (
             self.splits_2, topk.top_k, power_of_two(topk.top_k), topk.num_groups, topk.top_groups,
             power_of_two(topk.num_groups), size, power_of_two(size), topk.sigmoid, topk.bias, topk.renormalize,
-            topk.num_zero_experts, self.pdl,
+            topk.num_zero_experts, rows, self.pdl,
         )  # fmt: skip
         numbers = (key.m, key.n, self.plan.splits)
 
@@ -279,7 +280,7 @@ class Call:
                 *((part,) if len(outputs) == 2 else ()),
             )
             pointers = tuple(t.data_ptr() for t in tensors) if kernel.compiled else tensors
-            kernel((key.m, 1, 1), stream, (*pointers, *numbers, scaling, *fixed))
+            kernel((ceil(key.m, rows), 1, 1), stream, (*pointers, *numbers, scaling, *fixed))
 
         return choose
 

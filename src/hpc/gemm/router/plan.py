@@ -68,6 +68,14 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def topk_rows(m: int, sms: int) -> int:
+    """Tokens that a program of the expert choice takes: one, until the programs fill every multiprocessor twice.
+
+    About 1400 programs start a microsecond (measured with the prologue's), so thousands of one warp wait to start.
+    """
+    return min(4, max(1, m // (sms * 16)))
+
+
 def stage_bytes(plan: Plan, terms: int) -> int:
     """Shared memory of one step of the tile kernel."""
     return (plan.block_m + terms * plan.block_n) * STEP * 2
