@@ -187,7 +187,7 @@ def choose(model: str) -> dict[str, Any]:
     from hpc.gemm.router.reference import topk_reference
 
     experts, _, top_k, options, has_bias = cases_topk.ROUTERS[model]
-    tokens, splits, hidden = 3, MODELS[model], 128
+    tokens, rows, splits, hidden = 3, 2, MODELS[model], 128
     plan = Plan("small", 8, 16, splits, 4 // splits or 1, 1)
     text = compiled((model, tokens, experts, hidden), 2, plan)["_router_topk_kernel"]
     generator = torch.Generator().manual_seed(len(model))
@@ -203,9 +203,9 @@ def choose(model: str) -> dict[str, Any]:
     part = memory.put(partial)
     pointers = (part, part if bias is None else memory.put(bias), *at)
     parameters = dict(
-        enumerate((*pointers, tokens, experts, splits, float(options.get("routed_scaling", 1.0))))
+        enumerate((*pointers, tokens, experts, splits, rows, float(options.get("routed_scaling", 1.0))))
     )
-    launch(text, (tokens, 1, 1), parameters, memory.bytes)
+    launch(text, (-(-tokens // rows), 1, 1), parameters, memory.bytes)
     want = topk_reference(partial.sum(0).double(), top_k, bias=bias, **options)
     got = [memory.get(place, like) for place, like in zip(at, (weights, ids, zero), strict=True)]
     pairs = [(got[0], want[0]), *([(got[2], want[2])] if options.get("num_zero_experts") else [])]

@@ -261,9 +261,9 @@ class Call:
         fixed = (
             self.splits_2, topk.top_k, power_of_two(topk.top_k), topk.num_groups, topk.top_groups,
             power_of_two(topk.num_groups), size, power_of_two(size), topk.sigmoid, topk.bias, topk.renormalize,
-            topk.num_zero_experts, rows, self.pdl,
+            topk.num_zero_experts, self.pdl,
         )  # fmt: skip
-        numbers = (key.m, key.n, self.plan.splits)
+        numbers = (key.m, key.n, self.plan.splits, rows)
 
         def choose(
             stream: int,

@@ -116,15 +116,15 @@ def _choose_row(
     tl.store(ids_ptr + (token * TOP_K + slot), chosen, mask=picked)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "splits"])
+@triton.jit(do_not_specialize=["num_tokens", "splits", "rows"])
 def _router_topk_kernel(
-    part_ptr, bias_ptr, weights_ptr, ids_ptr, zero_ptr, num_tokens, n_end, splits, routed_scaling,
+    part_ptr, bias_ptr, weights_ptr, ids_ptr, zero_ptr, num_tokens, n_end, splits, rows, routed_scaling,
     MAX_SPLITS: tl.constexpr, TOP_K: tl.constexpr, TOP_K_2: tl.constexpr, NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, SIZE: tl.constexpr, SIZE_2: tl.constexpr,
     SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, ZERO_EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens a program, one after the other. Grid: (num_tokens / ROWS).
+    """`rows` tokens a program, one after the other. Grid: (num_tokens / rows).
 
     part_ptr fp32 [splits, num_tokens, n_end] holds partial logits. Groups of experts are padded to powers of two.
     Without a bias the choice is by logit, which scores only follow; with one, by score + bias. TOP_K times the largest
@@ -139,16 +139,9 @@ def _router_topk_kernel(
     if BIAS:
         bias = tl.load(bias_ptr + ids, mask=mask, other=0.0).to(tl.float32)
     pdl_wait(PDL)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    if ROWS == 1:
+    first = tl.program_id(0).to(tl.int64) * rows
+    for token in range(first, tl.minimum(first + rows, num_tokens)):
         _choose_row(
-            part_ptr, bias, weights_ptr, ids_ptr, zero_ptr, first, num_tokens, n_end, splits, routed_scaling, ids, mask,
+            part_ptr, bias, weights_ptr, ids_ptr, zero_ptr, token, num_tokens, n_end, splits, routed_scaling, ids, mask,
             MAX_SPLITS, TOP_K, TOP_K_2, NUM_GROUPS, TOP_GROUPS, GROUPS_2, SIGMOID, BIAS, RENORMALIZE, ZERO_EXPERTS,
         )  # fmt: skip
-    else:
-        for token in range(first, tl.minimum(first + ROWS, num_tokens)):
-            _choose_row(
-                part_ptr, bias, weights_ptr, ids_ptr, zero_ptr, token, num_tokens, n_end, splits, routed_scaling, ids,
-                mask, MAX_SPLITS, TOP_K, TOP_K_2, NUM_GROUPS, TOP_GROUPS, GROUPS_2, SIGMOID, BIAS, RENORMALIZE,
-                ZERO_EXPERTS,
-            )  # fmt: skip
