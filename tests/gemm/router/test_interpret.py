@@ -118,8 +118,9 @@ def choose(
     zero = torch.full((m,), float("nan"))
     groups, bias = options.get("num_groups", 1), options.get("bias")
     topk_kernel._router_topk_kernel[(ceil(m, rows),)](
-        part, part if bias is None else bias, weights, ids, zero, m, n, splits, rows, options.get("routed_scaling", 1.0),
-        power_of_two(splits), top_k, power_of_two(top_k), groups, options.get("top_groups", 1), power_of_two(groups),
+        part, part if bias is None else bias, weights, ids, zero, m, n, splits, rows,
+        options.get("routed_scaling", 1.0), power_of_two(splits), top_k, power_of_two(top_k), groups,
+        options.get("top_groups", 1), power_of_two(groups),
         n // groups, power_of_two(n // groups), options.get("scoring") == "sigmoid", bias is not None,
         options.get("renormalize", False), options.get("num_zero_experts", 0), False,
     )  # fmt: skip
