@@ -24,6 +24,9 @@ WORKERS = 2
 CASES: dict[str, tuple[int, int, int, int, bool, str | None]] = {
     "tensor tiny": (1, 192, 4096, 192, False, None),
     "block tiny": (1, 192, 4096, 192, True, None),
+    "tensor few": (4, 192, 4096, 192, False, "few"),
+    "tensor few, long": (32, 24, 4096, 1536, False, "few fat"),
+    "block few": (4, 128, 2048, 768, True, "few"),
     "tensor tile 8": (8, 192, 4096, 192, False, None),
     "block tile 8": (8, 24, 4096, 1536, True, None),
     "tensor tile 32, index in three": (512, 192, 4096, 192, False, None),

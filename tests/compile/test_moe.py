@@ -15,6 +15,8 @@ SPILLS = {"_moe_down_kernel": 40 + 24, "_moe_gate_up_kernel": 24, "_moe_tiny_dow
 WIDE_UP, WIDE_DOWN = "_moe_gate_up_wide_kernel", "_moe_down_wide_kernel"
 PAIR_UP, PAIR_DOWN = "_moe_gate_up_pair_kernel", "_moe_down_pair_kernel"
 NEEDED = {
+    "_moe_few_up_kernel": ("cp.async", "matrix f16", "griddepcontrol.wait"),
+    "_moe_few_down_kernel": ("cp.async", "matrix f16", "griddepcontrol.wait"),
     PAIR_UP: ("tma", "cp.async", "wgmma e4m3", "griddepcontrol.wait"),
     PAIR_DOWN: ("tma", "wgmma e4m3", "griddepcontrol.wait"),
     WIDE_UP: ("tma", "cp.async", "wgmma e4m3", "griddepcontrol.wait"),
@@ -58,6 +60,7 @@ def test_kernels_compile_as_designed(
             == count
         )
     assert sum("tiny" in kernel for _, kernel in kernels) == 4
+    assert sum("few" in kernel for _, kernel in kernels) == 7
     assert {kernel for _, kernel in kernels} >= {
         "_moe_count_kernel", "_moe_scan_kernel", "_moe_place_kernel", "_moe_reduce_kernel", "_moe_gate_up_kernel",
         "_moe_down_kernel",

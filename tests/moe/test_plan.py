@@ -82,6 +82,24 @@ def test_scratch_fields_do_not_overlap() -> None:
             assert end - getattr(layout, name) >= size, (each, name)
 
 
+def test_plans_for_few_tokens() -> None:
+    """Legal wherever they are offered, with room for what the kernels write, and offered for the measured shapes."""
+    for each in KEYS:
+        for other in plan.few_plans(each).values():
+            layout = plan.scratch(each, other)
+            assert plan.is_legal(other, each) is None and other.few is not None
+            assert each.pairs <= plan.few_pairs(each) <= plan.FEW_PAIRS
+            assert layout.totals - layout.counts >= 4 * plan.few_pairs(each)
+            assert layout.y - layout.parts >= 4 * each.pairs * each.inter * each.block_scales
+            parts, units = plan.few_down_cut(each, other.few)
+            assert parts * units * 64 >= each.inter and units % 2 <= (not each.block_scales)
+            assert other.few.down_warps % (parts * other.few.down_rows // 16) == 0
+    for hidden, inter, block in ((4096, 192, False), (4096, 1536, True), (2048, 768, True)):
+        offered = plan.few_plans(key(32, hidden=hidden, inter=inter, block_scales=block))
+        assert set(offered) == {"few", "few deep", "few fat", "few two"}
+    assert not plan.few_plans(key(33)) and not plan.few_plans(key(1, sm90=False))
+
+
 def test_tiles_of_any_routing_fit() -> None:
     """ceil(count / tile) summed over experts never exceeds max_tiles, whatever the counts."""
     for each in KEYS:

@@ -44,6 +44,12 @@ class Call:
         self._quantise = self._input() if key.bf16_input else None
         if chosen.backend == "tiny":
             self.steps: tuple[Launch, ...] = self._tiny(shared, stride_out)
+        elif chosen.few is not None:
+            from hpc.moe import launch_few
+
+            self.steps = launch_few.steps(
+                NAME, key, chosen.few, self.layout, self.first_expert, shared, stride_out, scales
+            )
         else:
             products = self._sm90() if chosen.backend == "sm90" else self._portable()
             self.steps = (self._index_build(), *products, self._weighted_sum(shared, stride_out))

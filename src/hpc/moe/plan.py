@@ -11,6 +11,7 @@ MAX_TOP_K = 128
 # tokens they are level (29 us), and weights shared by tokens start to be read twice.
 TINY_PAIRS, TINY_INTER = 16, 256
 TINY_TOP_K = 16  # the tiny kernels keep the weights of all of a token's experts in registers
+FEW_PAIRS = 256  # the kernels for few tokens compare all pairs in every program
 MAX_EXPERTS = 4096  # a histogram of this many bins is what one program of the index build holds
 FUSED_PAIRS = 1024  # up to here one launch builds the index: each program counts every pair itself
 SCRATCH_LIMIT = (
@@ -111,6 +112,17 @@ class Tiny:
 
 
 @dataclass(frozen=True)
+class Few:
+    """How the kernels without an index for few tokens run: `few`, `few_down`."""
+
+    up_warps: int
+    up_depth: int  # blocks of 128 columns that a warp has under way
+    down_rows: int  # columns of the output of a program: 16 or 32
+    down_warps: int
+    down_depth: int  # visits under way
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a call runs.
 
@@ -118,13 +130,14 @@ class Plan:
     places. `fused_index`: one launch builds the index. `up`, `down`: only for the backend "sm90".
     """
 
-    backend: str  # "tiny", "sm90" or "portable"
+    backend: str  # "tiny", "few", "sm90" or "portable"
     tile: int
     chunk: int
     fused_index: bool
     up: Product | None = None
     down: Product | None = None
     tiny: Tiny | None = None
+    few: Few | None = None
 
 
 def sm90_reason(key: Key) -> str | None:
@@ -147,6 +160,60 @@ def tiny_reason(tiny: Tiny | None, key: Key) -> str | None:
     return None
 
 
+def few_pairs(key: Key) -> int:
+    """Pairs that the kernels for few tokens compare: a power of two."""
+    return max(32, power_of_two(key.pairs))
+
+
+def few_down_cut(key: Key, few: Few) -> tuple[int, int]:
+    """(warps that share a tile's rows along I, blocks of 64 columns of each): 256 columns at most, if there are warps.
+    With block scales an even number of blocks."""
+    parts = 1
+    while 256 * parts < key.inter and 2 * parts * (few.down_rows // 16) <= few.down_warps:
+        parts *= 2
+    groups = ceil_div(key.groups, parts)
+    return parts, 2 * groups if key.block_scales else ceil_div(key.inter, 64 * parts)
+
+
+def few_reason(few: Few | None, key: Key) -> str | None:
+    """Why the kernels for few tokens cannot run `key`, or None."""
+    if few is None:
+        return "no sizes for the kernels for few tokens"
+    if not key.sm90:
+        return "needs a GPU of compute capability 9.x"
+    if key.pairs > FEW_PAIRS:
+        return f"at most {FEW_PAIRS} pairs, which every program looks at"
+    if few.up_warps not in (4, 8) or few.down_warps not in (8, 16) or few.down_rows not in (16, 32):
+        return f"{few}"
+    # 96 bytes a thread and block of 128 columns; 48 a thread and block of 64
+    steps = ceil_div(key.hidden, 128 * few.up_warps)
+    up = min(few.up_depth, steps) * few.up_warps * 32 * 96
+    down = few.down_depth * few_down_cut(key, few)[1] * few.down_warps * 32 * 48
+    if steps > 16 or max(up, down) + 4096 > SM_SHARED:
+        return f"{steps} steps, {up} and {down} bytes of shared memory"
+    return None
+
+
+def few_plans(key: Key) -> dict[str, Plan]:
+    """Legal plans by name. "few": short copies, four gate-up programs an SM. "few deep": all that shared memory holds.
+    "few fat": twice the warps. "few two": two down programs an SM."""
+    rows = 16 if ceil_div(key.hidden, 16) <= key.sms else 32
+    sizes = {
+        "few": Few(4, 4, rows, 8, 4), "few deep": Few(4, 8, rows, 8, 6), "few fat": Few(8, 4, rows, 16, 3),
+        "few two": Few(4, 3, 16, 8, 2),
+    }  # fmt: skip
+    plans = {}
+    for name, few in sizes.items():
+        # no deeper than there are visits: then the down kernel may find room beside the gate-up kernel
+        tiles = few.down_warps * 16 // (few_down_cut(key, few)[0] * few.down_rows)
+        few = replace(few, down_depth=min(few.down_depth, ceil_div(key.pairs, max(1, tiles))))
+        while few.down_depth > 1 and few_reason(few, key) is not None:
+            few = replace(few, down_depth=few.down_depth - 1)
+        if few_reason(few, key) is None:
+            plans[name] = Plan("few", 8, index_chunk(key.pairs), True, few=few)
+    return plans
+
+
 def stage_bytes(key: Key, tile: int, product: Product, up: bool) -> int:
     """Shared memory of one stage."""
     scales = 4 * tile if up and key.block_scales else 0
@@ -162,6 +229,8 @@ def is_legal(plan: Plan, key: Key) -> str | None:
     """Why `plan` cannot run `key`, or None."""
     if plan.backend == "tiny":
         return tiny_reason(plan.tiny, key)
+    if plan.backend == "few":
+        return few_reason(plan.few, key)
     if plan.backend not in ("sm90", "portable"):
         return f"unknown backend {plan.backend!r}"
     if plan.tile not in (8, 16, 32, 64, 128, 256) or (
@@ -309,9 +378,9 @@ def pair_plan(key: Key, fresh: int, turns: bool = False) -> tuple[int, Product, 
 
 
 ALTERNATIVES = (
-    "portable", "tiny", "tiles", "room", "two", "shared", "two shared", "half tile", "double tile", "fresh 32",
-    "fresh 64", "fresh 128", "wide 64", "wide 128", "wide up 128", "pair 64", "pair 128", "turns 64", "turns 128",
-    "pair up 64",
+    "portable", "tiny", "few", "few deep", "few fat", "few two", "tiles", "room", "two", "shared", "two shared",
+    "half tile", "double tile", "fresh 32", "fresh 64", "fresh 128", "wide 64", "wide 128", "wide up 128", "pair 64",
+    "pair 128", "turns 64", "turns 128", "pair up 64",
 )  # fmt: skip
 
 
@@ -322,10 +391,11 @@ def alternatives(key: Key) -> dict[str, Plan]:
     the gate-up kernel. "two": two programs an SM, of half the rows each where eight warps would be needed. "shared":
     programs take items in turn. "fresh": other sums in the tensor core: larger ones cost less and flip more roundings.
     "wide": tiles of 256 weight rows; "wide up" for the first product alone. "pair": two warpgroups of 64 tokens each;
-    "turns": they issue their products alternately.
+    "turns": they issue their products alternately. "few": see `few_plans`.
     """
-    base = replace(choose(key), tiny=None)
-    plans = {"tiny": replace(base, backend="tiny", tile=16, up=None, down=None, tiny=Tiny(4, 1024, 4, 32, 8))}
+    base = replace(choose(key), tiny=None, few=None)
+    plans = few_plans(key)
+    plans["tiny"] = replace(base, backend="tiny", tile=16, up=None, down=None, tiny=Tiny(4, 1024, 4, 32, 8))
     rows = key.rows_per_expert
     plans["portable"] = Plan("portable", 16 if rows <= 12 else 32, base.chunk, base.fused_index)
     if sm90_reason(key) is None:
@@ -432,8 +502,12 @@ def scratch(key: Key, plan: Plan) -> Scratch:
         halves = 2 if key.block_scales else 1
         num_counters = max_tiles * ceil_div(key.inter, 64 * halves)
         parts = 4 * 128 * plan.tile * halves * 2 * plan.up.per_sm * key.sms
+    counts = 0 if plan.fused_index else 4 * chunks * bins
+    if plan.few is not None:
+        counts = 4 * few_pairs(key)  # experts by row
+        parts = 4 * pairs * key.inter if key.block_scales else 0  # activations before their rounding
     sizes = {
-        "counts": 0 if plan.fused_index else 4 * chunks * bins,
+        "counts": counts,
         "totals": 4 * bins,
         "expert": 4 * max_tiles,
         "start": 4 * max_tiles,
