@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc.moe import case_lists, cases
+from hpc.moe import case_lists, cases, plan
 from hpc.testing import assert_close, guarded, measure, poisoned
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +31,21 @@ def test_against_reference(name: str, device: torch.device) -> None:
         assert measure(out, plain).rms_rel <= cases.UNQUANTISED_FACTOR * ideal, name
     again = cases.run(inputs, output=poisoned(out.shape, torch.bfloat16, device))
     assert torch.equal(again.view(torch.int16), first.view(torch.int16))
+
+
+@pytest.mark.parametrize("name", [name for name, p in CASES.items() if p.tokens * p.top_k <= plan.FEW_PAIRS])
+def test_plans_for_few_tokens(name: str, device: torch.device) -> None:
+    """The kernels without an index, whether or not they are the choice: fp32 sums, so next to nothing flips."""
+    inputs = cases.make_inputs(CASES[name], device, seed=5)
+    plans = plan.few_plans(cases.key_of(inputs))
+    if not plans:
+        pytest.skip("none is legal here")
+    want = cases.reference(inputs)
+    for label in {"few", "few fat"} & set(plans):
+        out = cases.run(inputs, plan=plans[label], output=poisoned(want.shape, torch.bfloat16, device))
+        assert_close(out, want, cases.EXACT_TOLERANCE, f"{name}, {label}")
+        again = cases.run(inputs, plan=plans[label], output=poisoned(want.shape, torch.bfloat16, device))
+        assert torch.equal(again.view(torch.int16), out.view(torch.int16))
 
 
 @pytest.mark.parametrize("block", [False, True])
