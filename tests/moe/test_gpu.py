@@ -42,7 +42,11 @@ def test_plans_for_few_tokens(name: str, device: torch.device) -> None:
         pytest.skip("none is legal here")
     want = cases.reference(inputs)
     values = CASES[name].tokens * CASES[name].top_k * CASES[name].inter  # of few, one flip is a good part
-    limit = cases.EXACT_TOLERANCE if values > cases.FEW and not CASES[name].block else cases.tolerance(CASES[name])
+    limit = (
+        cases.EXACT_TOLERANCE
+        if values > cases.FEW and not CASES[name].block
+        else cases.tolerance(CASES[name])
+    )
     for label in {"few", "few fat"} & set(plans):
         out = cases.run(inputs, plan=plans[label], output=poisoned(want.shape, torch.bfloat16, device))
         assert_close(out, want, limit, f"{name}, {label}")
