@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "5/1 d128 page 16": {"q_heads": 5, "kv_heads": 1, "page_size": 16},
     "64/8 d128 window cap sinks lse": FEATURES,
 }
-# Name -> fields of the key that differ from the usual one.
+# Name -> fields of the key that differ from the usual one; "short": the call needs no table; "plan": its other fields.
 CASES: dict[str, dict[str, Any]] = {
     f"{dtype} {name}": {**fields, "quant_type": quant_type}
     for dtype, quant_type in (("bf16", -1), ("fp8", 1))
@@ -36,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CASES |= {
     "bf16 64/8 d128 full": {"causal": False, "quant_type": -1},
+    "bf16 64/8 d128 short": {"quant_type": -1, "short": True},
+    "fp8 64/8 d128 ahead": {"quant_type": 1, "plan": {"ahead": True, "stages": 3}},
     "bf16 64/8 d64": {"head_dim": 64, "v_dim": 64, "quant_type": -1},
     "bf16 64/8 d128 portable": {"tma": False, "quant_type": -1},
     "bf16 64/8 d256": {"head_dim": 256, "v_dim": 256, "quant_type": -1},
@@ -137,7 +140,9 @@ def launch_call(fields: dict[str, Any]) -> None:
     usual: dict[str, Any] = {
         "sms": 132, "q_heads": 64, "kv_heads": 8, "head_dim": 128, "v_dim": 128, "page_size": 64, "quant_type": 1,
     }  # fmt: skip
-    key = plan.Key(sm90=True, **{**usual, **fields})
+    fields = {**usual, **fields}
+    short, plan_fields = fields.pop("short", False), fields.pop("plan", {})
+    key = plan.Key(sm90=True, **fields)
     dtype = torch.float8_e4m3fn if key.fp8 else torch.bfloat16
     rows, batch = 256, 3
     q = torch.empty((rows, key.q_heads, key.head_dim), dtype=dtype)
@@ -155,7 +160,7 @@ def launch_call(fields: dict[str, Any]) -> None:
         32,
         k.shape[0] if key.page_size else 0,
     )
-    chosen = plan.sm90(key)
+    chosen = replace(plan.sm90(key), **plan_fields)
     if plan.is_legal(chosen, key) is not None:
         chosen = plan.portable(key)
     call = launch.Call(key, chosen, 0, layout, 1024 if key.window else None)
@@ -177,7 +182,7 @@ def launch_call(fields: dict[str, Any]) -> None:
         vscale,
         torch.zeros(64),
     )
-    call.launch(0, tensors, cu, lens, tiles, call.default_scale, 30.0)
+    call.launch(0, tensors, cu, lens, tiles, call.default_scale, 30.0, short)
 
 
 def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +202,7 @@ def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
         "warnings": sorted(set(re.findall(r"C75\d\d", log))),
         "shared": metadata["shared"],
         # what Triton leaves the first role, after the numbers that the others ask for
-        "first_role": next(map(int, re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", text)), 0),
+        "first_role": max(map(int, re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", text)), default=0),
         "instructions": {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
     }
 

@@ -13,10 +13,10 @@ BF16, FP8 = "_prefill_sm90_bf16_kernel", "_prefill_sm90_fp8_kernel"
 # Bytes of spill stores and loads together that are allowed, by kernel: measured, + 16. They are what a tile keeps for
 # its end (query scales, places of the output) and the page ids of a producer with pages of 16; loops over whole blocks
 # have none in the cases without a window.
-SPILLS = {BF16: 0, FP8: 92 + 16, "_prefill_schedule_kernel": 0, "_prefill_attention_kernel": 16}
+SPILLS = {BF16: 0, FP8: 280 + 16, "_prefill_schedule_kernel": 0, "_prefill_attention_kernel": 16}
 SPILLS_BY_NAME = {
-    "bf16 5/1 d128 page 16": 32 + 16, "fp8 5/1 d128 page 16": 252 + 16, "bf16 64/8 d128 window cap sinks lse": 140 + 16,
-    "fp8 64/8 d128 window cap sinks lse": 188 + 16,
+    "bf16 5/1 d128 page 16": 128 + 16, "fp8 5/1 d128 page 16": 424 + 16, "fp8 64/8 d128 window cap sinks lse": 560 + 16,
+    "bf16 64/8 d128 window cap sinks lse": 140 + 16,
 }  # fmt: skip
 
 FEW = [
@@ -40,7 +40,7 @@ def complaints(report: dict[str, Any]) -> list[str]:
         found.append(f"{report['spill']} bytes of spills, {allowed} allowed")
     if report["shared"] > SHARED_MEMORY:
         found.append(f"{report['shared']} bytes of shared memory")
-    if kernel in (BF16, FP8) and report["first_role"] < (208 if kernel == FP8 else 224):
+    if kernel in (BF16, FP8) and report["first_role"] < 224:
         found.append(f"{report['first_role']} registers are left for the first consumer")
     needed: tuple[str, ...] = ("griddepcontrol.wait",)
     if kernel == BF16:
@@ -64,5 +64,5 @@ def test_kernels_compile_as_designed(
     assert kernels >= Counter({BF16: 2, FP8: 1, "_prefill_attention_kernel": 2}), kernels
     if not names:
         counts = [kernels[name] for name in (BF16, FP8, "_prefill_attention_kernel")]
-        assert counts == [6, 3, 5], kernels
+        assert counts == [7, 4, 5], kernels
     assert [line for report in found for line in complaints(report)] == []

@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 DTYPES = {
     real.bfloat16: torch.bfloat16, real.float32: torch.float32, real.int32: torch.int32, real.int64: torch.int64,
     real.float8e4nv: torch.float8_e4m3fn, real.int16: torch.int16,
+    real.int8: torch.int8,
 }  # fmt: skip
 
 
@@ -59,8 +60,8 @@ class V:
     def type(self) -> Any:
         return types.SimpleNamespace(layout=None)
 
-    def to(self, dtype: Any) -> V:
-        return V(raw(self).to(DTYPES[dtype]))
+    def to(self, dtype: Any, bitcast: bool = False) -> V:
+        return V(raw(self).view(DTYPES[dtype]) if bitcast else raw(self).to(DTYPES[dtype]))
 
     def reshape(self, shape: list[int]) -> V:
         return V(raw(self).reshape(shape))
@@ -74,6 +75,7 @@ def _operator(name: str, swap: bool = False) -> Callable[..., V]:
         "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.true_divide, "le": torch.le,
         "floordiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"), "mod": torch.fmod, "lt": torch.lt,
         "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "and": torch.bitwise_and,
+        "rshift": torch.bitwise_right_shift,
     }  # fmt: skip
 
     def apply(self: V, other: Any) -> V:
@@ -92,7 +94,21 @@ def _like(a: torch.Tensor, b: Any) -> torch.dtype:
     return a.dtype if a.is_floating_point() or isinstance(b, int) else torch.float32
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "le", "lt", "gt", "ge", "eq", "and"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "le",
+    "lt",
+    "gt",
+    "ge",
+    "eq",
+    "and",
+    "rshift",
+):
     setattr(V, f"__{_name}__", _operator(_name))
     if _name in ("add", "sub", "mul", "truediv"):
         setattr(V, f"__r{_name}__", _operator(_name, swap=True))
@@ -128,7 +144,7 @@ class Smem:
         self, data: torch.Tensor, dtype: torch.dtype, shape: list[int], layout: Any, start: int = 0
     ) -> None:
         self.data, self.dtype, self.shape, self.layout, self.start = data, dtype, shape, layout, start
-        self.turned = False
+        self.turned, self.columns = False, slice(None)
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Smem:
         return Smem(self.data, DTYPES[dtype], shape, layout, self.start)
@@ -142,6 +158,12 @@ class Smem:
         view = Smem(self.data, self.dtype, self.shape, self.layout, self.start)
         view.turned = not self.turned
         assert order == [1, 0]
+        return view
+
+    def slice(self, start: int, length: int, dim: int) -> Smem:
+        view = Smem(self.data, self.dtype, self.shape, self.layout, self.start)
+        assert dim == 1 and len(self.shape) == 2 and 0 <= start <= start + length <= self.shape[1]
+        view.columns = slice(start, start + length)
         return view
 
     def addresses(self) -> torch.Tensor:
@@ -164,8 +186,8 @@ class Smem:
         return value.T if self.turned else value
 
     def write(self, value: torch.Tensor) -> None:
-        value = value.reshape(-1, self.shape[-1]).to(self.dtype).contiguous()
-        first = self.addresses()[..., None] + torch.arange(self.dtype.itemsize)
+        first = self.addresses()[:, self.columns, None] + torch.arange(self.dtype.itemsize)
+        value = value.reshape(first.shape[:2]).to(self.dtype).contiguous()
         self.data[first] = value.view(torch.uint8).reshape(first.shape)
 
     def load(self, layout: Any) -> V:
@@ -322,8 +344,13 @@ class Machine:
         return V(torch.where(live, flat[at.clamp(0, flat.numel() - 1)], fill))
 
     @staticmethod
-    def store(ptr: Ptr, value: V, mask: V) -> None:
-        flat, at = ptr.flat(), raw(ptr.offset).long() + ptr.base()
+    def store(ptr: Ptr, value: Any, mask: V | None = None) -> None:
+        flat = ptr.flat()
+        if not isinstance(ptr.offset, V):
+            assert mask is None and 0 <= ptr.base() + ptr.offset < flat.numel(), "a store outside its tensor"
+            flat[ptr.base() + ptr.offset] = value
+            return
+        at = raw(ptr.offset).long() + ptr.base()
         live = raw(mask).expand(at.shape)
         assert bool(((at >= 0) & (at < flat.numel()))[live].all()), "a store outside its tensor"
         flat[at[live]] = raw(value).expand(at.shape)[live]
@@ -379,6 +406,14 @@ class Machine:
         return V(raw(x).sum(axis))
 
     @staticmethod
+    def split(x: V) -> tuple[V, V]:
+        return V(raw(x)[..., 0]), V(raw(x)[..., 1])
+
+    @staticmethod
+    def join(a: V, b: V) -> V:
+        return V(torch.stack([raw(a), raw(b)], -1))
+
+    @staticmethod
     def expand_dims(x: V, axis: int) -> V:
         return V(raw(x).unsqueeze(axis))
 
@@ -392,7 +427,7 @@ class Machine:
         if text.startswith("cvt.rn.bf16x2"):
             return V(values[0].bfloat16())
         if "e4m3x2.f32" in text:
-            return V(values[0].clamp(-448, 448).to(torch.float8_e4m3fn))
+            return V(torch.stack(_e4m3(values), -1).view(torch.int32).squeeze(-1))
         if text.startswith("prmt"):
             return V(_unpair(values[0]))
         if "shfl" in text:
@@ -461,16 +496,22 @@ class Machine:
         return deps[0] if len(deps) == 1 else deps
 
 
+def _e4m3(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Bytes of e4m3."""
+    return [x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8) for x in values]
+
+
 def _unpair(x: torch.Tensor) -> torch.Tensor:
-    """int16 [128 keys, pairs of d]; registers of a thread: keys k, k + 1, k + 8, k + 9 of each 16, k even."""
-    low, high = (x.int() & 0xFF).view(8, 16, -1), ((x.int() >> 8) & 0xFF).view(8, 16, -1)
+    """int16 [keys, pairs of d]; registers of a thread: keys k, k + 1, k + 8, k + 9 of each 16, k even."""
+    n = len(x) // 16
+    low, high = (x.int() & 0xFF).view(n, 16, -1), ((x.int() >> 8) & 0xFF).view(n, 16, -1)
     out = torch.empty_like(low)
     for k in (0, 2, 4, 6):
         four = [k, k + 1, k + 8, k + 9]
         for place, source in ((0, low), (2, high)):
             out[:, four[place]] = source[:, k] | source[:, k + 1] << 8
             out[:, four[place + 1]] = source[:, k + 8] | source[:, k + 9] << 8
-    return torch.where(out >= 0x8000, out - 0x10000, out).short().view(128, -1)
+    return torch.where(out >= 0x8000, out - 0x10000, out).short().view(len(x), -1)
 
 
 def _lazy_max(lane: torch.Tensor, m: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:

@@ -44,8 +44,25 @@ def compare(
     assert_close(out, expected, cases.tolerance(inputs.params, chosen), str(inputs.params))
     assert (out[expected_lse == -math.inf] == 0).all(), "a row without a key is zero"
     if lse is not None:
-        # Both are sums of exponentials in fp32; what differs is their order and the approximation of exp2 and log2.
-        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
+        # Sums of exponentials in fp32: what differs is their order and the approximation of exp2 and log2.
+        limit = 1e-4 + 1e-4 * expected_lse.abs()
+        if chosen is not None and chosen.backend == "sm90" and inputs.qscale is not None:
+            limit = limit + score_error(inputs)
+        wrong = (lse != expected_lse) & ~((lse - expected_lse).abs() <= limit)  # -inf equals itself
+        assert not wrong.any(), f"lse: {wrong.sum()} off, {(lse - expected_lse)[wrong]} {expected_lse[wrong]}"
+
+
+def score_error(inputs: PrefillInputs) -> torch.Tensor:
+    """Error of a row's scores on the e4m3 tensor cores, [rows, heads].
+
+    They align the addends of a sum to the largest one and keep 13 bits below it: with products up to 32 that is up to
+    2^-8 for each of 128 of them, 0.013 in all if they are independent (a third of 2^-8 each, times sqrt(128)). Four
+    times that, in units of the score.
+    """
+    p = inputs.params
+    scales = [inputs.qscale[b, :, :n].T for b, (n, _) in enumerate(p.lens)]  # type: ignore[index]
+    scales.append(torch.zeros((p.extra_rows, p.q_heads), device=inputs.q.device))
+    return torch.cat(scales) * inputs.kscale * (p.head_dim**-0.5 * 0.05)
 
 
 def table(

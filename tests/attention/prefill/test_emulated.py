@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_emulator import Deadlock, Desc, Ptr, V, emulate
-from prefill_support import compare, entries, make, table
+from gluon_emulator import Deadlock, Desc, Ptr, emulate
+from prefill_support import INT_MIN, compare, entries, make, table
 
 from hpc.attention.prefill import cases, plan
 from hpc.attention.prefill.case_lists import PrefillCase, prompts
@@ -24,44 +24,49 @@ CTAS = 3
 
 
 def run(
-    inputs: cases.PrefillInputs, ctas: int = CTAS, instead: Any = None, **more: Any
+    inputs: cases.PrefillInputs, ctas: int = CTAS, instead: Any = None, short: bool = False, **fields: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, lse) of the kernel that the SM90 plan would launch."""
+    """(output, lse) of the kernel that the SM90 plan would launch, with the largest pack, or with other `fields`."""
     from hpc.attention.prefill import hopper, hopper_fp8
 
     p = inputs.params
     key = cases.key_of(p, True)
     chosen = plan.sm90(key)
+    chosen = replace(chosen, **{"pack": chosen.short_pack, **fields})
     assert plan.is_legal(chosen, key) is None
     config = hopper.Config(
         D=p.head_dim, P=p.page_size, PACK=chosen.pack, HQ=p.q_heads, HKV=p.kv_heads, STAGES=chosen.stages,
         FP8=key.fp8, CAUSAL=p.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=p.sinks, LSE=True, PDL=True,
-        BN=chosen.block_n, **more,
+        BN=chosen.block_n, AHEAD=chosen.ahead,
     )  # fmt: skip
     out = torch.full((*inputs.q.shape[:2], p.head_dim), math.nan).bfloat16()
     lse = torch.full(inputs.q.shape[:2], math.nan)
-    words = table(inputs, chosen.tile_tokens, chosen.block_n)
+    if short:
+        tiles = plan.bound(inputs.q.shape[0], len(p.lens), chosen.tile_tokens)
+        words = torch.full((plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS,), INT_MIN, dtype=torch.int32)
+        ctas = tiles * config.NH
+    else:
+        words = table(inputs, chosen.tile_tokens, chosen.block_n)
+        assert entries(words)
     q_box, kv_box = [config.QT, config.PACK, config.DB], [1, config.PB, 1, config.DB]
     descs = (
         Desc(inputs.q, q_box), Desc(inputs.k, kv_box), Desc(inputs.v, kv_box),
         Desc(out, [config.QT, config.PACK, config.O_COLS // config.OH]),
     )  # fmt: skip
     sinks = torch.zeros(1) if inputs.sinks is None else inputs.sinks
-    pointers = [Ptr(x) for x in (out, lse, words, inputs.block_ids, sinks)]
-    numbers: list[Any] = [
-        inputs.block_ids.stride(0),
-        ctas,
-        inputs.k.shape[0],
-        p.window or 0,
-        p.head_dim**-0.5,
+    pointers = [
+        Ptr(x) for x in (out, lse, words, inputs.cu_seqlens, inputs.seq_lens, inputs.block_ids, sinks)
     ]
-    numbers += [p.logit_cap or 1.0, *out.stride()[:2]]
+    numbers: list[Any] = [
+        len(p.lens) if short else 0, inputs.q.shape[0], inputs.block_ids.shape[1] * p.page_size,
+        inputs.block_ids.stride(0), ctas, inputs.k.shape[0], p.window or 0, p.head_dim**-0.5, p.logit_cap or 1.0,
+        *out.stride()[:2],
+    ]  # fmt: skip
     kernel = hopper._prefill_sm90_bf16_kernel
     if key.fp8:
         kernel = hopper_fp8._prefill_sm90_fp8_kernel
         pointers += [Ptr(x) for x in (inputs.qscale, inputs.kscale, inputs.vscale)]
         numbers += [*inputs.qscale.stride()[:2], inputs.qscale.shape[2]]
-    assert entries(words)
     emulate(kernel, ctas, *descs, *pointers, *numbers, config, instead=instead)
     return out, lse
 
@@ -69,6 +74,9 @@ def run(
 def check(inputs: cases.PrefillInputs, **more: Any) -> None:
     compare(inputs, *run(inputs, **more), plan.sm90(cases.key_of(inputs.params, True)))
 
+
+# fields of the plan
+AHEAD = pytest.mark.parametrize("fields", [{}, {"ahead": True, "stages": 3}, {"ahead": True}], ids=str)
 
 MIXED = ((20, 77), (1, 300), (7, 7), (0, 5), (40, 170), (3, 0))
 SHAPES: dict[str, dict[str, Any]] = {
@@ -109,11 +117,27 @@ def test_any_number_of_ctas(dtype: str, ctas: int) -> None:
     check(make(((70, 200), (3, 140)), (2, 1), device="cpu", dtype=dtype), ctas=ctas)
 
 
-@pytest.mark.parametrize("keys", [500, 1024, 1300])
-def test_sums_that_move_to_fp32_now_and_then(keys: int) -> None:
-    """Every second block instead of every 32nd: O is put aside and taken back with the maxima in between."""
-    inputs = make(((20, keys),), (4, 1), device="cpu", dtype="fp8")
-    check(inputs, FLUSH=2)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("pack", [1, 4])
+def test_short_calls_place_their_own_tiles(dtype: str, pack: int) -> None:
+    """Requests without tokens or keys, and rows behind the last one; more CTAs than there are tiles."""
+    lens = ((20, 77), (0, 5), (3, 0), (130, 140))
+    check(make(lens, (4, 1), device="cpu", dtype=dtype, extra_rows=5), short=True, pack=pack)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_tiles_of_one_head(dtype: str) -> None:
+    check(make(MIXED, (2, 1), device="cpu", dtype=dtype), pack=1)
+
+
+@AHEAD
+@pytest.mark.parametrize("window", [None, 200])
+def test_scores_of_half_a_block_ahead(fields: dict[str, Any], window: int | None) -> None:
+    inputs = make(
+        ((20, 77), (1, 300), (0, 5), (40, 700), (3, 0)), (4, 2), device="cpu", dtype="fp8", window=window
+    )
+    check(inputs, **fields)
+    check(inputs, short=True, **fields)
 
 
 def test_the_maximum_follows_scores_that_grow_block_by_block() -> None:
@@ -124,8 +148,7 @@ def test_the_maximum_follows_scores_that_grow_block_by_block() -> None:
         factor = torch.linspace(8.0, 0.5, 15)[:, None, None, None]
         grown = inputs.q[0, 0].float().sign() * factor
         inputs.k[pages] = grown.expand(15, 64, 1, 128).to(inputs.k.dtype)
-        more = {"FLUSH": 2} if dtype == "fp8" else {}
-        check(inputs, **more)
+        check(inputs)
 
 
 def test_a_zero_query_scale_weighs_all_keys_alike() -> None:
@@ -161,11 +184,11 @@ def test_a_role_that_never_comes_is_a_deadlock() -> None:
 @pytest.mark.parametrize(
     "instead",
     [
-        {"first_keys": lambda keys, block, L, C: V(torch.arange(128, dtype=torch.int32))},  # rows not shifted
+        {"first_keys": lambda keys, block, col, C: col},  # rows not shifted
         {"blocks_of": lambda tokens, first, start, keys, window, C: (1, 1, 1, 0)},  # one block only
         {"work_of": lambda it, cta, ctas: it * ctas},  # every CTA the same tiles
         {"_unpair": lambda x: x},  # V not transposed
-        {"_rescale": lambda o, shrink: o},  # old sums keep their scale
+        {"_plus": lambda o, shrink, pv: o + pv},  # old sums keep their scale
     ],
     ids=lambda x: next(iter(x)),
 )

@@ -5,6 +5,7 @@ Checks read metadata only, so CPU tensors show all of them, and nothing here nee
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -189,4 +190,5 @@ def test_plans_that_cannot_run_say_why() -> None:
         why = plan.is_legal(good, plan.Key(**{**key.__dict__, **changes}))
         assert why is not None and word in why
     assert "pack" in str(plan.is_legal(Plan("portable", 8, 128, 64, 8, 2), key))
+    assert "short pack" in str(plan.is_legal(replace(good, short_pack=8), key))
     assert "sides" in str(plan.is_legal(Plan("portable", 4, 96, 64, 8, 2), key))

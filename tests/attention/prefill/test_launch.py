@@ -18,7 +18,8 @@ from hpc.attention.prefill.case_lists import prompts
 
 pytestmark = pytest.mark.interpret
 
-SMS = 3
+SMS = {"portable": 3, "sm90": 3, "sm90 short": 132}  # with many, every tile runs at once
+BACKENDS = pytest.mark.parametrize("backend", SMS)
 
 
 class CpuKernel:
@@ -73,13 +74,14 @@ def run(
         window=p.window, logit_cap=p.logit_cap, sinks=inputs.sinks, causal=p.causal, return_lse=True,
     )  # fmt: skip
     key, layout = validate.call(arguments)
-    key = replace(key, sm90=True, sms=SMS)
+    key = replace(key, sm90=True, sms=SMS[backend])
     chosen = plan.sm90(key)
     if backend == "portable":
         chosen = replace(
             plan.portable(key), pack=plan.pack_of(key.group, block_m), block_m=block_m, block_n=32
         )
     assert plan.is_legal(chosen, key) is None
+    assert plan.is_short(inputs.q.shape[0], len(p.lens), chosen, key) == (backend == "sm90 short")
     call = launch.Call(key, chosen, 0, layout, p.window)
     result = call.run(
         inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.block_ids, inputs.seq_lens, arguments.scales,
@@ -96,7 +98,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["portable", "sm90"])
+@BACKENDS
 @pytest.mark.parametrize("shape", SHAPES)
 def test_arguments_arrive(shape: str, backend: str) -> None:
     inputs = make(LENS, (8, 2), device="cpu", page_size=16, **SHAPES[shape])
@@ -116,7 +118,7 @@ def test_arguments_of_scales_per_token_arrive() -> None:
     compare(inputs, out, lse, chosen)
 
 
-@pytest.mark.parametrize("backend", ["portable", "sm90"])
+@BACKENDS
 def test_strides_arrive(backend: str) -> None:
     """Queries as a slice of a fused qkv, the output as a slice of a larger buffer, a page table with a wider row."""
     inputs = make(LENS, (8, 2), device="cpu", page_size=16)
@@ -135,7 +137,7 @@ def test_strides_arrive(backend: str) -> None:
     assert (buffer == 7.0).all()
 
 
-@pytest.mark.parametrize("backend", ["portable", "sm90"])
+@BACKENDS
 def test_later_calls_hand_over_as_many_arguments(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a kernel is compiled, addresses take the place of tensors, argument by argument."""
     seen: list[list[tuple[Any, ...]]] = []
@@ -163,13 +165,14 @@ def test_later_calls_hand_over_as_many_arguments(backend: str, monkeypatch: pyte
         sinks=p.sinks,
     )  # fmt: skip
     key, layout = validate.call(arguments)
-    key = replace(key, sm90=True)
-    call = launch.Call(key, plan.sm90(key) if backend == "sm90" else plan.portable(key), 0, layout, None)
+    key = replace(key, sm90=True, sms=SMS[backend])
+    call = launch.Call(key, plan.portable(key) if backend == "portable" else plan.sm90(key), 0, layout, None)
     for _ in range(2):
         call.run(
             p.q, p.k, p.v, p.cu_seqlens, p.block_ids, p.seq_lens, arguments.scales, p.sinks, None, None, None
         )
-    for first, second in seen:
+    assert [len(calls) for calls in seen] == ([0, 2] if backend == "sm90 short" else [2, 2])
+    for first, second in (calls for calls in seen if calls):
         assert len(first) == len(second)
         for a, b in zip(first, second, strict=True):
             if isinstance(a, torch.Tensor):

@@ -36,6 +36,21 @@ def test_sm90_shapes_are_legal_there() -> None:
         assert plan.is_legal(plan.sm90(key), key) is None
 
 
+def test_a_short_call_has_a_multiprocessor_for_every_item() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        heads, group = draw.choice((1, 2, 8)), draw.choice((1, 4, 5, 8, 64))
+        key = plan.Key(True, 132, heads * group, heads, 128, 128, 64, draw.choice((-1, 1)))
+        q_lens = [draw.choice((0, 1, 5, 64, 200)) for _ in range(draw.randint(1, 12))]
+        tokens, chosen = sum(q_lens) + draw.choice((0, 13)), plan.sm90(key)
+        if plan.is_short(tokens, len(q_lens), chosen, key):
+            table = plan.tile_table(q_lens, q_lens, tokens, chosen.short_tokens, 128)
+            assert len(table) * key.q_heads // chosen.short_pack <= key.sms
+    one = plan.Key(True, 132, 64, 8, 128, 128, 64, -1)
+    assert plan.is_short(128, 1, plan.sm90(one), one) and not plan.is_short(512, 1, plan.sm90(one), one)
+    assert not plan.is_short(128, 1, plan.portable(one), one)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_table_holds_every_token_once_heaviest_first(seed: int) -> None:
     draw = random.Random(seed)

@@ -25,13 +25,53 @@ def num_work(table_ptr, C: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(table_ptr, w, C: gl.constexpr):
-    """(first row, tokens, request, first token, start, keys) of a work item."""
+def tile_of(table_ptr, w, n_work, C: gl.constexpr):
+    """(first row, tokens, request, first token, start, keys) of a work item, zeros beyond the last one."""
     entry = table_ptr + _HEADER + (w // C.NH) * _ENTRY
+    there = w < n_work
     return (
-        gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4),
-        gl.load(entry + 5),
+        gl.load(entry, mask=there, other=0), gl.load(entry + 1, mask=there, other=0),
+        gl.load(entry + 2, mask=there, other=0), gl.load(entry + 3, mask=there, other=0),
+        gl.load(entry + 4, mask=there, other=0), gl.load(entry + 5, mask=there, other=0),
     )  # fmt: skip
+
+
+@gluon.jit
+def place_tile(table_ptr, cu_ptr, seq_ptr, requests, rows, capacity, C: gl.constexpr):
+    """What `schedule` would write for the tile of this CTA, where a CTA has one item at most and no order is needed.
+
+    CTAs of one tile write the same. Request number `requests` stands for the rows behind the last one.
+    """
+    TILE: gl.constexpr = 2 * C.QT
+    tile = gl.program_id(0) // C.NH
+    at = gl.minimum(gl.maximum(gl.load(cu_ptr), 0), rows)
+    total = 0
+    for b in range(requests + 1):
+        end = gl.load(cu_ptr + b + 1, mask=b < requests, other=rows)
+        end = gl.minimum(gl.maximum(end, at), rows)
+        keys = gl.load(seq_ptr + b, mask=b < requests, other=0)
+        keys = gl.minimum(gl.maximum(keys, 0), capacity)
+        first = (tile - total) * TILE
+        if (first >= 0) & (first < end - at):
+            entry = table_ptr + _HEADER + tile * _ENTRY
+            gl.store(entry, at + first)
+            gl.store(entry + 1, gl.minimum(end - at - first, TILE))
+            gl.store(entry + 2, b)
+            gl.store(entry + 3, first)
+            gl.store(entry + 4, keys - (end - at))
+            gl.store(entry + 5, keys)
+        total += (end - at + TILE - 1) // TILE
+        at = end
+    gl.store(table_ptr, total)
+
+
+@gluon.jit
+def await_tile(w, n_work, it, kc, q_full, k_full, C: gl.constexpr):
+    """Wait for Q and the first keys of a CTA's item of round `it`, if there is one; without one nothing is waited for,
+    and products of what lies there are never used."""
+    if w < n_work:
+        mbarrier.wait(q_full.index(it % C.QSTAGES), (it // C.QSTAGES) & 1)
+        mbarrier.wait(k_full.index(kc % C.STAGES), (kc // C.STAGES) & 1)
 
 
 @gluon.jit
@@ -103,7 +143,7 @@ def producer(q_desc, k_desc, v_desc, qbuf, kbuf, vbuf, q_full, q_empty, k_full, 
     for it in range((n_work + num_ctas - 1) // num_ctas):
         w = work_of(it, cta, num_ctas)
         if w < n_work:
-            row0, tokens, b, first, start, keys = tile_of(table_ptr, w, C)
+            row0, tokens, b, first, start, keys = tile_of(table_ptr, w, n_work, C)
             head = (w % C.NH) * C.PACK
             h = head // C.G
             hi, blocks, _, _ = blocks_of(tokens, first, start, keys, window, C)
@@ -112,13 +152,13 @@ def producer(q_desc, k_desc, v_desc, qbuf, kbuf, vbuf, q_full, q_empty, k_full, 
             # Triton keeps a variable across turns only if a trial turn leaves it another value than before the loop.
             # Were `old` the same value as `pages` here, V would come from the last block's pages for ever.
             old = _pages(ids, keys, -1, num_pages, C)
-            mbarrier.wait(q_empty, (it & 1) ^ 1)
-            mbarrier.expect(q_full, 128 * C.D * C.BYTES)
+            qs = it % C.QSTAGES
+            mbarrier.wait(q_empty.index(qs), ((it // C.QSTAGES) & 1) ^ 1)
+            mbarrier.expect(q_full.index(qs), 128 * C.D * C.BYTES)
             for wg in gl.static_range(2):
                 for half in gl.static_range(KH):
-                    tma_load(
-                        q_desc, [row0 + wg * C.QT, head, half * C.DB], q_full, qbuf.index(wg * KH + half)
-                    )
+                    corner = [row0 + wg * C.QT, head, half * C.DB]
+                    tma_load(q_desc, corner, q_full.index(qs), qbuf.index((qs * 2 + wg) * KH + half))
             for i in range(blocks + 1):
                 ahead = _pages(ids, keys, hi - 2 - i, num_pages, C)
                 if i < blocks:
@@ -132,9 +172,8 @@ def producer(q_desc, k_desc, v_desc, qbuf, kbuf, vbuf, q_full, q_empty, k_full, 
 
 
 @gluon.jit
-def first_keys(keys, block, L: gl.constexpr, C: gl.constexpr):
-    """Key of each column of the last block fetched, relative to the block: as `_fetch` shifts its part-filled box."""
-    col = gl.arange(0, C.BN, L)
+def first_keys(keys, block, col, C: gl.constexpr):
+    """Key of columns `col` of the last block fetched, relative to the block: as `_fetch` shifts its part-filled box."""
     live = gl.maximum(gl.minimum(keys - block * C.BN, C.BN), 0)
     whole = live // C.PB * C.PB
     shift = gl.where(live > whole, whole + C.PB - live, 0)

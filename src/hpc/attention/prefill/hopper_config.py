@@ -27,7 +27,7 @@ class Config(KernelFacts):
     LSE: bool
     PDL: bool
     BN: int = 128  # keys of a block; 64 with a head dim of 256
-    FLUSH: int = 32  # FP8: blocks summed in the tensor cores' accumulator before they move to fp32
+    AHEAD: bool = False  # FP8: scores of half the next block under the exponentials of the present one
 
     @property
     def NH(self) -> int:
@@ -42,6 +42,12 @@ class Config(KernelFacts):
     def QT(self) -> int:
         """Tokens of a consumer's 64 rows."""
         return 64 // self.PACK
+
+    @property
+    def QSTAGES(self) -> int:
+        """Tiles of Q in shared memory: with two, the next tile's first scores are on their way while this one is
+        stored. There is no room for a second one of a head dim of 256."""
+        return 2 if self.D <= 128 else 1
 
     @property
     def BYTES(self) -> int:
@@ -114,8 +120,13 @@ class Config(KernelFacts):
     @property
     def REGS(self) -> int:
         """Registers a thread of a consumer. The pool is what the launch took: 12 warps of 168, 504 a thread of each
-        quarter, or, with the transposer, 16 of 128; consumer 0 gets what consumer 1 and the others leave."""
-        return 208 if self.FP8 else 240
+        quarter, or, with the transposer, 16 of 128, 512; consumer 0 gets what consumer 1 and the others leave."""
+        return 224 if self.FP8 else 240
+
+    @property
+    def TRANSPOSER_REGS(self) -> int:
+        """Of FP8: 2 * 224 + 40 + 24 = 512."""
+        return 40
 
     @property
     def PRODUCER_REGS(self) -> int:

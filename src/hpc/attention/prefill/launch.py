@@ -29,7 +29,7 @@ def addresses(tensors: Tensors) -> list[int]:
 
 
 class Call:
-    """The launches of one call signature on one device: the tile table, then attention.
+    """The launches of one call signature on one device: the tile table, then attention; attention alone if it is short.
 
     Holds no memory of the GPU. `run` allocates the table of the call, so the caching allocator ties it to the current
     stream.
@@ -44,10 +44,14 @@ class Call:
         self.pdl = key.sm90
         self.paged = key.page_size > 0
         self.tile_tokens = chosen.tile_tokens
-        self.head_blocks = key.q_heads // chosen.pack
         self._most = plan.heaviest(window, self.tile_tokens, chosen.block_n)
         self._schedule = self._schedule_kernel()
-        self._attend = self._sm90() if chosen.backend == "sm90" else self._portable()
+        if chosen.backend == "sm90":
+            self._attend = self._attend_short = self._sm90(chosen.pack)
+            if chosen.short_pack not in (0, chosen.pack):
+                self._attend_short = self._sm90(chosen.short_pack)
+        else:
+            self._attend = self._portable()
 
     def run(
         self,
@@ -65,7 +69,8 @@ class Call:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Launch on the current stream of the tensors' device; the output, with the lse if the key asks for it."""
         tokens, batch = q.shape[0], seq_lens.shape[0]
-        tiles = plan.bound(tokens, batch, self.tile_tokens)
+        short = plan.is_short(tokens, batch, self.plan, self.key)
+        tiles = plan.bound(tokens, batch, self.plan.short_tokens if short else self.tile_tokens)
         words = plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS
         table = cu_seqlens.new_empty(words)
         if out is None:
@@ -76,19 +81,26 @@ class Call:
         cap = 1.0 if cap is None else cap
         stream = raw_stream(self.index)
         if current_device() == self.index:
-            self.launch(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap)
+            self.launch(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap, short)
         else:
             with torch.cuda.device(self.index):
-                self.launch(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap)
+                self.launch(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap, short)
         return out if lse is None else (out, lse)
 
     def launch(
         self, stream: int, tensors: Tensors, cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, tiles: int,
-        scale: float, cap: float,
+        scale: float, cap: float, short: bool = False,
     ) -> None:  # fmt: skip
-        """All launches of the call, on a stream of the current device."""
+        """All launches of the call, on a stream of the current device; `short` as `plan.is_short` says."""
+        if short:
+            self._attend_short(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap, True)
+            return
         self._schedule(stream, tensors, cu_seqlens, seq_lens, tiles)
-        self._attend(stream, tensors, tiles, scale, cap)
+        self._attend(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap)
+
+    def capacity(self, block_ids: torch.Tensor) -> int:
+        """Keys of a request at most."""
+        return min(block_ids.shape[1] * self.key.page_size, plan.LONGEST)
 
     def _schedule_kernel(self) -> Any:
         from hpc.attention.prefill import schedule
@@ -104,7 +116,7 @@ class Call:
 
         def place(stream: int, tensors: Tensors, cu: torch.Tensor, lens: torch.Tensor, tiles: int) -> None:
             q, table, block_ids = tensors[0], tensors[5], tensors[6]
-            capacity = 0 if block_ids is None else min(block_ids.shape[1] * key.page_size, plan.LONGEST)
+            capacity = 0 if block_ids is None else self.capacity(block_ids)
             pointers: Any = (cu, lens, table)
             if kernel.compiled:
                 pointers = addresses(pointers)
@@ -132,14 +144,17 @@ class Call:
             self.pdl, False,
         )  # fmt: skip
         as_bytes = key.fp8 and not key.sm90  # older GPUs have no e4m3 conversion
+        head_blocks = key.q_heads // chosen.pack
 
-        def attend(stream: int, tensors: Tensors, tiles: int, scale: float, cap: float) -> None:
+        def attend(
+            stream: int, tensors: Tensors, cu: torch.Tensor, lens: torch.Tensor, tiles: int, scale: float, cap: float
+        ) -> None:  # fmt: skip
             block_ids, qscale = tensors[6], tensors[7]
             qs = (0, 0, 0) if qscale is None else (*qscale.stride()[:2], qscale.shape[2])
             ids = 0 if block_ids is None else block_ids.stride(0)
             pointers: Any = addresses(tensors) if kernel.compiled else typed(tensors)
             numbers = (layout.num_pages, scale, cap, self.window, ids, *strides, *qs, *layout.kscale)
-            kernel((tiles * self.head_blocks, 1, 1), stream, (*pointers, *numbers, *fixed))
+            kernel((tiles * head_blocks, 1, 1), stream, (*pointers, *numbers, *fixed))
 
         def typed(tensors: Tensors) -> list[Any]:
             """What Triton compiles for: a pointer that the kernel does not read is the table."""
@@ -152,14 +167,14 @@ class Call:
 
         return attend
 
-    def _sm90(self) -> Any:
+    def _sm90(self, pack: int) -> Any:
         from hpc.attention.prefill import hopper
 
         key, chosen, layout = self.key, self.plan, self.layout
         config = hopper.Config(
-            D=key.head_dim, P=key.page_size, PACK=chosen.pack, HQ=key.q_heads, HKV=key.kv_heads, STAGES=chosen.stages,
+            D=key.head_dim, P=key.page_size, PACK=pack, HQ=key.q_heads, HKV=key.kv_heads, STAGES=chosen.stages,
             FP8=key.fp8, CAUSAL=key.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=key.sinks, LSE=key.return_lse,
-            PDL=self.pdl, BN=chosen.block_n,
+            PDL=self.pdl, BN=chosen.block_n, AHEAD=chosen.ahead,
         )  # fmt: skip
         fn: Any = hopper._prefill_sm90_bf16_kernel
         if key.fp8:
@@ -174,12 +189,15 @@ class Call:
         smem = (config.Q_BOX, config.KV_BOX, config.KV_BOX, config.O_BOX)
         strides = ([*layout.q, 1], [*layout.k, 1], [*layout.v, 1], [*layout.out, 1])
 
-        def attend(stream: int, tensors: Tensors, tiles: int, scale: float, cap: float) -> None:
+        def attend(
+            stream: int, tensors: Tensors, cu: torch.Tensor, lens: torch.Tensor, tiles: int, scale: float, cap: float,
+            short: bool = False,
+        ) -> None:  # fmt: skip
             q, k, v, out, lse, table, block_ids, qscale, kscale, vscale, sinks = tensors
             rows = [q.shape[0], key.q_heads, key.head_dim]
             described = tuple(zip((q, k, v, out), (rows, kv_shape, kv_shape, rows), strides, strict=True))
             scales = (qscale, kscale, vscale) if key.fp8 else ()
-            rest = (out, lse, table, block_ids, sinks, *scales)
+            rest = (out, lse, table, cu, lens, block_ids, sinks, *scales)
             if kernel.compiled:  # raw addresses spare the launcher a driver query a pointer
                 descs: Any = ()
                 for number, (tensor, shape, steps) in enumerate(described):
@@ -193,8 +211,12 @@ class Call:
                 )
                 pointers = (*descs, *(table if x is None else x for x in rest))
             qs = () if qscale is None else (*qscale.stride()[:2], qscale.shape[2])
-            ctas = min(key.sms, tiles * self.head_blocks)
-            numbers = (block_ids.stride(0), ctas, layout.num_pages, self.window, scale, cap, *layout.out, *qs)
+            ctas = min(key.sms, tiles * config.NH)
+            requests = lens.shape[0] if short else 0
+            numbers = (
+                requests, rows[0], self.capacity(block_ids), block_ids.stride(0), ctas, layout.num_pages, self.window,
+                scale, cap, *layout.out, *qs,
+            )  # fmt: skip
             kernel((ctas, 1, 1), stream, (*pointers, *numbers, config))
 
         return attend

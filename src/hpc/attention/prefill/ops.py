@@ -44,6 +44,8 @@ def pack_plan(plan: Plan | None) -> list[int] | None:
         plan.block_n,
         plan.warps,
         plan.stages,
+        plan.short_pack,
+        int(plan.ahead),
     ]
 
 
@@ -52,7 +54,8 @@ def unpack_plan(words: list[int] | None) -> Plan | None:
     if words is None:
         return None
     backend: Any = _BACKENDS[words[0]]
-    return Plan(backend, *words[1:])
+    pack, block_m, block_n, warps, stages, short_pack, ahead = words[1:]
+    return Plan(backend, pack, block_m, block_n, warps, stages, short_pack, bool(ahead))
 
 
 def _public(name: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ ENTRY_WORDS = 8
 LONGEST = 2**31 - 1 - 1024  # keys of a request: block ends stay in 32 bits
 
 # Of "bf16" and "fp8": whose calls take the SM90 kernel where it is legal.
-PREFERS_SM90: frozenset[str] = frozenset()
+PREFERS_SM90 = frozenset({"bf16", "fp8"})
 
 TMA_HEAD_DIMS = (64, 128, 256)
 TMA_PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -59,10 +59,21 @@ class Plan:
     block_n: int
     warps: int
     stages: int
+    # Pack of calls whose tiles all run at once, 0 for the same way for all: each CTA then finds its own tile, without
+    # the launch of the schedule.
+    short_pack: int = 0
+    ahead: bool = (
+        False  # FP8 on SM90: scores of the next half block under the exponentials of the present one
+    )
 
     @property
     def tile_tokens(self) -> int:
         return self.block_m // self.pack
+
+    @property
+    def short_tokens(self) -> int:
+        """Tokens of a tile of a short call."""
+        return self.block_m // self.short_pack
 
 
 def pack_of(group: int, most: int) -> int:
@@ -94,8 +105,10 @@ def is_legal(plan: Plan, key: Key) -> str | None:
         return "an address or a stride is no multiple of 16 bytes"
     if not key.positive_scale:
         return "the SM90 kernel takes its maximum before scaling: the softmax scale must be positive"
+    if plan.short_pack and pack_of(key.group, plan.short_pack) != plan.short_pack:
+        return f"short pack {plan.short_pack}: it must be a power of two that divides the group {key.group}"
     keys = 64 if key.head_dim == 256 else 128
-    if (plan.block_m, plan.block_n) != (128, keys) or plan.pack > 64:
+    if (plan.block_m, plan.block_n) != (128, keys) or max(plan.pack, plan.short_pack) > 64:
         return f"the SM90 kernel has tiles of 128 by {keys} here and packs 64 heads at most"
     return None
 
@@ -111,9 +124,11 @@ def choose(key: Key) -> Plan:
 def sm90(key: Key) -> Plan:
     """The SM90 kernel for a call, legal or not: two consumers of 64 rows, two blocks of keys in flight.
 
-    A block has 128 keys; 64 with a head dim of 256, whose output takes 128 registers a thread.
+    A block has 128 keys; 64 with a head dim of 256, whose output takes 128 registers a thread. Tiles of one head are
+    faster in BF16, tiles of a whole group in FP8; those also keep a short call to few multiprocessors.
     """
-    return Plan("sm90", pack_of(key.group, 64), 128, 64 if key.head_dim == 256 else 128, 4, 2)
+    most = pack_of(key.group, 64)
+    return Plan("sm90", most if key.fp8 else 1, 128, 64 if key.head_dim == 256 else 128, 4, 2, most)
 
 
 def portable(key: Key) -> Plan:
@@ -131,6 +146,13 @@ def portable(key: Key) -> Plan:
 def bound(tokens: int, batch: int, tile_tokens: int) -> int:
     """Tiles of a call at most, the rows behind the last request counted as one request more."""
     return tokens // tile_tokens + batch + 1
+
+
+def is_short(tokens: int, batch: int, plan: Plan, key: Key) -> bool:
+    """Whether each CTA has one work item at most, so that their order does not matter. Each walks all requests."""
+    if not plan.short_pack or batch > 16:
+        return False
+    return bound(tokens, batch, plan.short_tokens) * (key.q_heads // plan.short_pack) <= key.sms
 
 
 def heaviest(window: int | None, tile_tokens: int, block_n: int) -> int:

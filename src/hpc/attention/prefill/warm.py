@@ -82,9 +82,9 @@ def compile_shape(params: PrefillCase, target: str) -> None:
     key, layout = validate.call(arguments)
     key = replace(key, sm90=target.startswith("sm90"))
     call = launch.Call(key, plan.choose(key), 0, layout, params.window)
-    tiles = plan.bound(params.rows, len(params.lens), call.tile_tokens)
-    table = torch.empty(plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS, dtype=torch.int32)
+    table = torch.empty(plan.HEADER_WORDS, dtype=torch.int32)
     out = torch.empty((*x.q.shape[:2], params.value_dim), dtype=torch.bfloat16)
     tensors = (x.q, x.k, x.v, out, None, table, x.block_ids, *scales, x.sinks)
     with compiling_for(target):
-        call.launch(0, tensors, x.cu_seqlens, x.seq_lens, tiles, call.default_scale, 1.0)
+        for short in (False, True)[: 1 + (call.plan.short_pack not in (0, call.plan.pack))]:
+            call.launch(0, tensors, x.cu_seqlens, x.seq_lens, 1, call.default_scale, 1.0, short)
