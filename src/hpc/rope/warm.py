@@ -23,13 +23,15 @@ DTYPES = ("fp8", "bf16")
 
 
 def shapes(sm90: bool = True) -> list[tuple[RopeCase, plan.Plan]]:
-    """Head dim 128, page 64, NeoX over all dims; both dtypes, prefill (few tokens and many) and decode, with and
+    """Head dim 128, page 64, NeoX over all dims; both dtypes, prefill (few tokens, 8192 and many) and decode, with and
     without a norm before."""
     found = []
     for dtype, heads, policy in itertools.product(DTYPES, HEADS, (0, 2)):
         warp = sm90 and plan.fits_warp(heads[0], 128, 128, 128, True, 1e-6)
-        few, many = (plan.choose(plan.Key(tokens, *heads, 128, 128, warp)) for tokens in (1, 1 << 20))
-        for chosen, is_prefill in ((few, True), (many, True), (few, False)):
+        few, some, many = (
+            plan.choose(plan.Key(tokens, *heads, 128, 128, warp)) for tokens in (1, 8192, 1 << 20)
+        )
+        for chosen, is_prefill in (*((p, True) for p in dict.fromkeys((few, some, many))), (few, False)):
             params = RopeCase((65,), (1,), *heads, dtype=dtype, is_prefill=is_prefill, norm_policy=policy)
             found.append((params, chosen))
     return found
