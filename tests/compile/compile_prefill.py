@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 CASES |= {
     "bf16 64/8 d128 full": {"causal": False, "quant_type": -1},
     "bf16 64/8 d128 short": {"quant_type": -1, "short": True},
-    "fp8 64/8 d128 ahead": {"quant_type": 1, "plan": {"ahead": True, "stages": 3}},
+    "fp8 64/8 d128 three stages": {"quant_type": 1, "plan": {"stages": 3}},
     "bf16 64/8 d64": {"head_dim": 64, "v_dim": 64, "quant_type": -1},
     "bf16 64/8 d128 portable": {"tma": False, "quant_type": -1},
     "bf16 64/8 d256": {"head_dim": 256, "v_dim": 256, "quant_type": -1},

@@ -37,7 +37,7 @@ def run(
     config = hopper.Config(
         D=p.head_dim, P=p.page_size, PACK=chosen.pack, HQ=p.q_heads, HKV=p.kv_heads, STAGES=chosen.stages,
         FP8=key.fp8, CAUSAL=p.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=p.sinks, LSE=True, PDL=True,
-        BN=chosen.block_n, AHEAD=chosen.ahead,
+        BN=chosen.block_n,
     )  # fmt: skip
     out = torch.full((*inputs.q.shape[:2], p.head_dim), math.nan).bfloat16()
     lse = torch.full(inputs.q.shape[:2], math.nan)
@@ -74,9 +74,6 @@ def run(
 def check(inputs: cases.PrefillInputs, **more: Any) -> None:
     compare(inputs, *run(inputs, **more), plan.sm90(cases.key_of(inputs.params, True)))
 
-
-# fields of the plan
-AHEAD = pytest.mark.parametrize("fields", [{}, {"ahead": True, "stages": 3}, {"ahead": True}], ids=str)
 
 MIXED = ((20, 77), (1, 300), (7, 7), (0, 5), (40, 170), (3, 0))
 SHAPES: dict[str, dict[str, Any]] = {
@@ -130,14 +127,14 @@ def test_tiles_of_one_head(dtype: str) -> None:
     check(make(MIXED, (2, 1), device="cpu", dtype=dtype), pack=1)
 
 
-@AHEAD
+@pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("window", [None, 200])
-def test_scores_of_half_a_block_ahead(fields: dict[str, Any], window: int | None) -> None:
+def test_any_number_of_stages(stages: int, window: int | None) -> None:
     inputs = make(
         ((20, 77), (1, 300), (0, 5), (40, 700), (3, 0)), (4, 2), device="cpu", dtype="fp8", window=window
     )
-    check(inputs, **fields)
-    check(inputs, short=True, **fields)
+    check(inputs, stages=stages)
+    check(inputs, short=True, stages=stages)
 
 
 def test_the_maximum_follows_scores_that_grow_block_by_block() -> None:

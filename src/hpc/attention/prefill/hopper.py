@@ -1,8 +1,7 @@
 """Prefill attention for SM90 in Gluon, BF16.
 
 Grid: as many CTAs as multiprocessors, each walks its share of (tile, head block) pairs, longest first, heads innermost,
-so that CTAs side by side read the same keys. While a tile is stored, the first scores of the next one are on their way.
-Three roles:
+so that CTAs side by side read the same keys. Three roles:
 
     producer (1 warp)     Q of a tile and its blocks of 128 keys by TMA, page by page, K one block ahead of V
     consumers (2 x 4)     64 rows each, row = token * PACK + head; from the last block to the first:
@@ -21,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from hpc.attention.prefill.hopper_common import (
     LOG2E,
-    await_tile,
     blocks_of,
     close_row,
     first_keys,
@@ -76,14 +74,6 @@ def _scores(s, scale, cap, C: gl.constexpr):
 
 
 @gluon.jit
-def _first_scores(qview, kview, it, kc, WG: gl.constexpr, MMA: gl.constexpr, C: gl.constexpr):
-    """Scores of a tile's first keys, under way."""
-    zero = gl.full([64, C.BN], 0.0, gl.float32, MMA)
-    q = qview.index(it % C.QSTAGES * 2 + WG)
-    return warpgroup_mma(q, kview.index(kc % C.STAGES).permute([1, 0]), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, key, last, since, base,
           scale, unit, cap,
           MASKED: gl.constexpr, MMA: gl.constexpr, MMO: gl.constexpr, C: gl.constexpr):  # fmt: skip
@@ -126,69 +116,65 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf,
     unit = softmax_scale * LOG2E
     if C.CAP:
         unit = 1.0  # capped scores are in log2 units already
-    w = cta
-    it = 0
+    q = qview.index(WG)
     kc = 0
     vc = 0
-    row0, tokens, _, first, start, keys = tile_of(table_ptr, w, n_work, C)
-    await_tile(w, n_work, it, kc, q_full, k_full, C)
-    s = _first_scores(qview, kview, it, kc, WG, MMA, C)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    while w < n_work:
-        mbarrier.arrive(k_empty.index(kc % C.STAGES), count=1)
-        kc += 1
-        q = qview.index(it % C.QSTAGES * 2 + WG)
-        head = (w % C.NH) * C.PACK
-        hi, blocks, top, bottom = blocks_of(tokens, first, start, keys, window, C)
-        last, since = seen_keys(start, first, keys, window, WG, ROWS, C)
-        col = gl.arange(0, C.BN, COLS)
-        base = (hi - 1) * C.BN
-        s = mask(_scores(s, scale, cap, C), first_keys(keys, hi - 1, col, C), last - base, since - base, C)
-        m = gl.full([64], float("-inf"), gl.float32, ROWS)
-        l = _lane_sum(gl.full([64, C.BN], 0.0, gl.float32, MMA), C)
-        p32, m, l, _ = _softmax(s, m, l, unit, True, C)
-        p = gl.convert_layout(_bf16_pairs(p32), A)
-        o = gl.full([64, C.D], 0.0, gl.float32, MMO)
-        for i in range(1, top):
-            p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
-                               last, since, (hi - 1 - i) * C.BN, scale, unit, cap, True, MMA, MMO, C)  # fmt: skip
+    for it in range((n_work + num_ctas - 1) // num_ctas):
+        w = work_of(it, cta, num_ctas)
+        if w < n_work:
+            row0, tokens, _, first, start, keys = tile_of(table_ptr, w, n_work, C)
+            head = (w % C.NH) * C.PACK
+            hi, blocks, top, bottom = blocks_of(tokens, first, start, keys, window, C)
+            last, since = seen_keys(start, first, keys, window, WG, ROWS, C)
+            col = gl.arange(0, C.BN, COLS)
+
+            mbarrier.wait(q_full.index(0), it & 1)
+            ks = kc % C.STAGES
+            mbarrier.wait(k_full.index(ks), (kc // C.STAGES) & 1)
+            zero = gl.full([64, C.BN], 0.0, gl.float32, MMA)
+            s = warpgroup_mma(q, kview.index(ks).permute([1, 0]), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(k_empty.index(ks), count=1)
             kc += 1
-            vc += 1
-        for i in range(top, blocks - bottom):
-            p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
-                               last, since, 0, scale, unit, cap, False, MMA, MMO, C)  # fmt: skip
-            kc += 1
-            vc += 1
-        if C.WINDOW:
-            for i in range(blocks - bottom, blocks):
+            base = (hi - 1) * C.BN
+            key = first_keys(keys, hi - 1, col, C)
+            s = mask(_scores(s, scale, cap, C), key, last - base, since - base, C)
+            m = gl.full([64], float("-inf"), gl.float32, ROWS)
+            l = _lane_sum(gl.full([64, C.BN], 0.0, gl.float32, MMA), C)
+            p32, m, l, _ = _softmax(s, m, l, unit, True, C)
+            p = gl.convert_layout(_bf16_pairs(p32), A)
+            o = gl.full([64, C.D], 0.0, gl.float32, MMO)
+            for i in range(1, top):
                 p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
                                    last, since, (hi - 1 - i) * C.BN, scale, unit, cap, True, MMA, MMO, C)  # fmt: skip
                 kc += 1
                 vc += 1
-        mbarrier.arrive(q_empty.index(it % C.QSTAGES), count=1)
-        vs = vc % C.STAGES
-        mbarrier.wait(v_full.index(vs), (vc // C.STAGES) & 1)
-        o = warpgroup_mma(p, vview.index(vs), o, is_async=True)
-        it += 1
-        w = work_of(it, cta, num_ctas)
-        next_row0, next_tokens, _, first, start, keys = tile_of(table_ptr, w, n_work, C)
-        if C.QSTAGES == 2:
-            await_tile(w, n_work, it, kc, q_full, k_full, C)
-            s = _first_scores(qview, kview, it, kc, WG, MMA, C)
-        o = warpgroup_mma_wait(C.QSTAGES - 1, deps=(o,))
-        mbarrier.arrive(v_empty.index(vs), count=1)
-        vc += 1
-        total = gl.convert_layout(gl.sum(l, 1), ROWS)
-        factor = close_row(total, m * unit, row0, tokens, head, WG, 1.0, sinks_ptr, lse_ptr, C)
-        factor = gl.convert_layout(factor, gl.SliceLayout(1, MMO))
-        out = (o * gl.expand_dims(factor, 1)).to(gl.bfloat16)
-        store_tile(out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, WG, C)
-        row0 = next_row0
-        tokens = next_tokens
-        if C.QSTAGES == 1:
-            await_tile(w, n_work, it, kc, q_full, k_full, C)
-            s = _first_scores(qview, kview, it, kc, WG, MMA, C)
-        s = warpgroup_mma_wait(0, deps=(s,))
+            for i in range(top, blocks - bottom):
+                p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
+                                   last, since, 0, scale, unit, cap, False, MMA, MMO, C)  # fmt: skip
+                kc += 1
+                vc += 1
+            if C.WINDOW:
+                for i in range(blocks - bottom, blocks):
+                    p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
+                                       last, since, (hi - 1 - i) * C.BN, scale, unit, cap, True, MMA, MMO,
+                                       C)  # fmt: skip
+                    kc += 1
+                    vc += 1
+            mbarrier.arrive(q_empty.index(0), count=1)
+            vs = vc % C.STAGES
+            mbarrier.wait(v_full.index(vs), (vc // C.STAGES) & 1)
+            o = warpgroup_mma(p, vview.index(vs), o, is_async=True)
+            o = warpgroup_mma_wait(0, deps=(o,))
+            mbarrier.arrive(v_empty.index(vs), count=1)
+            vc += 1
+            total = gl.convert_layout(gl.sum(l, 1), ROWS)
+            factor = close_row(total, m * unit, row0, tokens, head, WG, 1.0, sinks_ptr, lse_ptr, C)
+            factor = gl.convert_layout(factor, gl.SliceLayout(1, MMO))
+            out = (o * gl.expand_dims(factor, 1)).to(gl.bfloat16)
+            store_tile(
+                out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, WG, C
+            )
     tma.store_wait(0)
 
 
@@ -211,12 +197,11 @@ def _prefill_sm90_bf16_kernel(
     o_ptr bf16 with strides, lse_ptr fp32 [total, HQ], ids_ptr int32 [B, max_pages], sinks_ptr fp32 [HQ].
     """
     STAGES: gl.constexpr = C.STAGES
-    QSTAGES: gl.constexpr = C.QSTAGES
-    qbuf = gl.allocate_shared_memory(C.T, [C.QSTAGES * 2 * C.KH, C.QT, C.PACK, C.DB], C.Q_BOX)
+    qbuf = gl.allocate_shared_memory(C.T, [2 * C.KH, C.QT, C.PACK, C.DB], C.Q_BOX)
     kbuf = gl.allocate_shared_memory(C.T, [C.STAGES * C.KH * C.NP, 1, C.PB, 1, C.DB], C.KV_BOX)
     vbuf = gl.allocate_shared_memory(C.T, [C.STAGES * C.KH * C.NP, 1, C.PB, 1, C.DB], C.KV_BOX)
     obuf = gl.allocate_shared_memory(gl.bfloat16, [C.O_TILES * C.OH, C.QT, C.PACK, C.O_COLS // C.OH], C.O_BOX)
-    qview = qbuf._reinterpret(C.T, [C.QSTAGES * 2, 64, C.D], C.TILE)
+    qview = qbuf._reinterpret(C.T, [2, 64, C.D], C.TILE)
     kview = kbuf._reinterpret(C.T, [C.STAGES, C.BN, C.D], C.TILE)
     vview = vbuf._reinterpret(C.T, [C.STAGES, C.BN, C.D], C.TILE)
     oview = obuf._reinterpret(gl.bfloat16, [C.O_TILES, 64, C.O_COLS], C.O_TILE)
@@ -224,16 +209,15 @@ def _prefill_sm90_bf16_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [C.QSTAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [C.QSTAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(QSTAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
+    mbarrier.init(q_full.index(0), count=1)
+    mbarrier.init(q_empty.index(0), count=2)
     fence_async_shared()
     pdl_launch(C.PDL)
     if requests > 0:

@@ -27,7 +27,6 @@ class Config(KernelFacts):
     LSE: bool
     PDL: bool
     BN: int = 128  # keys of a block; 64 with a head dim of 256
-    AHEAD: bool = False  # FP8: scores of half the next block under the exponentials of the present one
 
     @property
     def NH(self) -> int:
@@ -45,9 +44,8 @@ class Config(KernelFacts):
 
     @property
     def QSTAGES(self) -> int:
-        """Tiles of Q in shared memory: with two, the next tile's first scores are on their way while this one is
-        stored. There is no room for a second one of a head dim of 256."""
-        return 2 if self.D <= 128 else 1
+        """Tiles of Q in shared memory: FP8 starts the next tile's first scores before it stores this one."""
+        return 2 if self.FP8 else 1
 
     @property
     def BYTES(self) -> int:

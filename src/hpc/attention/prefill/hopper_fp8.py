@@ -206,13 +206,6 @@ def _qk(q, kview, stage, HALF: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _following(q, kview, k_full, kc, MMA: gl.constexpr, C: gl.constexpr):
-    """Scores of the first half of a later block, under way."""
-    mbarrier.wait(k_full.index(kc % C.STAGES), (kc // C.STAGES) & 1)
-    return _qk(q, kview, kc % C.STAGES, 0, MMA)
-
-
-@gluon.jit
 def _pv(p8, tview, stage, HALF: gl.constexpr, MMA: gl.constexpr):
     """P V of half of d, under way."""
     zero = gl.full([64, 64], 0.0, gl.float32, MMA)
@@ -222,25 +215,19 @@ def _pv(p8, tview, stage, HALF: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _step(q, kview, tview, k_full, k_empty, t_full, t_empty, p, sa, even, odd, shrink, m, l, kc, vc, ahead, key,
-          last, since, base, scale, unit, cap, MASKED: gl.constexpr, MMA: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Scores and exponentials of the next block beside P V of the present one, which `shrink` belongs to.
-
-    With C.AHEAD the scores `sa` of its first half are there, and those of the block after it, turn kc + ahead, are
-    taken; else `sa` is handed through.
-    """
+def _step(q, kview, tview, k_full, k_empty, t_full, t_empty, p, even, odd, shrink, m, l, kc, vc, key, last, since,
+          base, scale, unit, cap, MASKED: gl.constexpr, MMA: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Scores and exponentials of the next block beside P V of the present one, which `shrink` belongs to."""
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     ks = kc % C.STAGES
     vs = vc % C.STAGES
     p8 = _p_operand(p, A)
-    if not C.AHEAD:
-        mbarrier.wait(k_full.index(ks), (kc // C.STAGES) & 1)
-        sa = _qk(q, kview, ks, 0, MMA)
+    mbarrier.wait(k_full.index(ks), (kc // C.STAGES) & 1)
+    sa = _qk(q, kview, ks, 0, MMA)
     sb = _qk(q, kview, ks, 1, MMA)
     mbarrier.wait(t_full.index(vs), (vc // C.STAGES) & 1)
     pv = _pv(p8, tview, vs, 0, MMA)
-    if not C.AHEAD:
-        sa = warpgroup_mma_wait(2, deps=(sa,))
+    sa = warpgroup_mma_wait(2, deps=(sa,))
     sa = _scores(sa, scale, cap, C)
     if MASKED:
         sa = mask(sa, key, last - base, since - base, C)
@@ -254,13 +241,12 @@ def _step(q, kview, tview, k_full, k_empty, t_full, t_empty, p, sa, even, odd, s
     pv, pa = warpgroup_mma_wait(0, deps=(pv, pa))
     even = _plus(even, shrink, pv)
     pv = _pv(p8, tview, vs, 1, MMA)
-    if C.AHEAD:
-        sa = _following(q, kview, k_full, kc + ahead, MMA, C)
     pb, sum_b = _exponentials(sb, unit, top)
-    pv, sa, pb, _ = warpgroup_mma_wait(0, deps=(pv, sa, pb, p))  # p: its registers are read until here
+    # P V reads the registers of p until here; those of sa are kept too: the code that was measured
+    pv, _, pb, _ = warpgroup_mma_wait(0, deps=(pv, sa, pb, p))
     mbarrier.arrive(k_empty.index(ks), count=1)
     mbarrier.arrive(t_empty.index(vs), count=1)
-    return _both(pa, pb), sa, even, _plus(odd, shrink, pv), following, m, l * following + (sum_a + sum_b)
+    return _both(pa, pb), even, _plus(odd, shrink, pv), following, m, l * following + (sum_a + sum_b)
 
 
 @gluon.jit
@@ -306,8 +292,7 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, tview, oview, obuf,
     sb = _qk(q, kview, 0, 1, MMA)
     sa, sb = warpgroup_mma_wait(0, deps=(sa, sb))
     while w < n_work:
-        if not C.AHEAD:
-            mbarrier.arrive(k_empty.index(kc % C.STAGES), count=1)
+        mbarrier.arrive(k_empty.index(kc % C.STAGES), count=1)
         kc += 1
         q = qview.index(it % 2 * 2 + WG)
         head = (w % C.NH) * C.PACK
@@ -325,34 +310,29 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, tview, oview, obuf,
         lane = gl.maximum(_lane_max(sa), _lane_max(sb))
         m, exponent, shrink = _maximum(lane, none + float("-inf"), unit, True)
         pa, l = _exponentials(sa, unit, exponent)
-        if C.AHEAD:
-            sa = _following(q, kview, k_full, kc + gl.where(blocks > 1, 0, -1), MMA, C)
         pb, sum_b = _exponentials(sb, unit, exponent)
-        if C.AHEAD:
-            sa, pb = warpgroup_mma_wait(0, deps=(sa, pb))
-            mbarrier.arrive(k_empty.index((kc - 1) % C.STAGES), count=1)
         l += sum_b
         p = _both(pa, pb)
         even = gl.full([64, 64], 0.0, gl.float32, MMA)
         odd = gl.full([64, 64], 0.0, gl.float32, MMA)
         for i in range(1, top):
-            p, sa, even, odd, shrink, m, l = _step(
-                q, kview, tview, k_full, k_empty, t_full, t_empty, p, sa, even, odd, shrink, m, l, kc, vc,
-                gl.where(i + 1 < blocks, 1, 0), col, last, since, (hi - 1 - i) * 128, scale, unit, cap, True, MMA,
+            p, even, odd, shrink, m, l = _step(
+                q, kview, tview, k_full, k_empty, t_full, t_empty, p, even, odd, shrink, m, l, kc, vc,
+                col, last, since, (hi - 1 - i) * 128, scale, unit, cap, True, MMA,
                 C)  # fmt: skip
             kc += 1
             vc += 1
         for i in range(top, blocks - bottom):
-            p, sa, even, odd, shrink, m, l = _step(
-                q, kview, tview, k_full, k_empty, t_full, t_empty, p, sa, even, odd, shrink, m, l, kc, vc,
-                gl.where(i + 1 < blocks, 1, 0), col, last, since, 0, scale, unit, cap, False, MMA, C)  # fmt: skip
+            p, even, odd, shrink, m, l = _step(
+                q, kview, tview, k_full, k_empty, t_full, t_empty, p, even, odd, shrink, m, l, kc, vc,
+                col, last, since, 0, scale, unit, cap, False, MMA, C)  # fmt: skip
             kc += 1
             vc += 1
         if C.WINDOW:
             for i in range(blocks - bottom, blocks):
-                p, sa, even, odd, shrink, m, l = _step(
-                    q, kview, tview, k_full, k_empty, t_full, t_empty, p, sa, even, odd, shrink, m, l, kc, vc,
-                    gl.where(i + 1 < blocks, 1, 0), col, last, since, (hi - 1 - i) * 128, scale, unit, cap, True, MMA,
+                p, even, odd, shrink, m, l = _step(
+                    q, kview, tview, k_full, k_empty, t_full, t_empty, p, even, odd, shrink, m, l, kc, vc,
+                    col, last, since, (hi - 1 - i) * 128, scale, unit, cap, True, MMA,
                     C)  # fmt: skip
                 kc += 1
                 vc += 1

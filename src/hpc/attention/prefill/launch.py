@@ -174,7 +174,7 @@ class Call:
         config = hopper.Config(
             D=key.head_dim, P=key.page_size, PACK=pack, HQ=key.q_heads, HKV=key.kv_heads, STAGES=chosen.stages,
             FP8=key.fp8, CAUSAL=key.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=key.sinks, LSE=key.return_lse,
-            PDL=self.pdl, BN=chosen.block_n, AHEAD=chosen.ahead,
+            PDL=self.pdl, BN=chosen.block_n,
         )  # fmt: skip
         fn: Any = hopper._prefill_sm90_bf16_kernel
         if key.fp8:

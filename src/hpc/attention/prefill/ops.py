@@ -45,7 +45,6 @@ def pack_plan(plan: Plan | None) -> list[int] | None:
         plan.warps,
         plan.stages,
         plan.short_pack,
-        int(plan.ahead),
     ]
 
 
@@ -54,8 +53,8 @@ def unpack_plan(words: list[int] | None) -> Plan | None:
     if words is None:
         return None
     backend: Any = _BACKENDS[words[0]]
-    pack, block_m, block_n, warps, stages, short_pack, ahead = words[1:]
-    return Plan(backend, pack, block_m, block_n, warps, stages, short_pack, bool(ahead))
+    pack, block_m, block_n, warps, stages, short_pack = words[1:]
+    return Plan(backend, pack, block_m, block_n, warps, stages, short_pack)
 
 
 def _public(name: str) -> Callable[..., Any]:

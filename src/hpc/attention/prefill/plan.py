@@ -62,9 +62,6 @@ class Plan:
     # Pack of calls whose tiles all run at once, 0 for the same way for all: each CTA then finds its own tile, without
     # the launch of the schedule.
     short_pack: int = 0
-    ahead: bool = (
-        False  # FP8 on SM90: scores of the next half block under the exponentials of the present one
-    )
 
     @property
     def tile_tokens(self) -> int:
