@@ -168,38 +168,7 @@ class MoeBlock(Block):
         self.shared[places ^ (((places >> 7) & (pitch // 16 - 1)) << 4)] = box.reshape(-1)
         self.barriers[int(self.address(warp, barrier)[0])].update(announced=-box.size)
 
-    # --- between lanes ---
-
-    def _redux(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
-        """A reduction over the warp."""
-        target, source, _ = instruction.operands
-        assert instruction.kinds[-1] in ("s32", "u32"), instruction.text
-        words = self.value(warp, source).astype(np.uint32)
-        given = words.view(np.int32) if instruction.kinds[-1] == "s32" else words
-        (operation,) = {"add", "min", "max", "and", "or"} & set(instruction.kinds)
-        reduced = {
-            "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-        }[operation].reduce(given)  # fmt: skip
-        self.put(warp, target, np.full(32, int(reduced) & 0xFFFFFFFF, U64), mask)
-
-    def _shfl(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
-        if "up" not in instruction.kinds:
-            super()._shfl(warp, instruction, mask)
-            return
-        target, source, by, *_ = instruction.operands
-        lane = LANES - self.value(warp, by).astype(int)
-        self.put(warp, target.split("|")[0], self.value(warp, source)[np.where(lane < 0, LANES, lane)], mask)
-
     # --- matrix unit ---
-
-    def _half(self, warp: Warp, name: str, half: int) -> Any:
-        """Operands of `mma` here are f16."""
-        bits = (self.value(warp, name) >> U64(16 * half)).astype(np.uint16)
-        return bits.view(np.float16).astype(np.float32)
-
-    def _mma(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
-        assert instruction.kinds[-2] == "f16", instruction.text
-        super()._mma(warp, instruction, mask)
 
     def _stmatrix(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
         """m8n8 matrices of 16-bit elements from the layout of accumulators, one register each."""

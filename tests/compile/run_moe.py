@@ -31,16 +31,13 @@ CASES: dict[str, tuple[int, int, int, int, bool, int, int, int, int, bool]] = {
     "tensor fresh 128": (9, 3, 512, 64, False, 8, 2, 4, 1, False),
     "tensor fresh 32": (9, 3, 512, 64, False, 8, 2, 4, 1, False),
     "block fresh 32": (9, 3, 384, 128, True, 32, 2, 4, 4, False),
-    "tensor wide": (70, 2, 384, 192, False, 64, 1, 8, 4, True),
-    "block wide": (70, 2, 320, 192, True, 64, 1, 8, 4, True),
     "tensor tile 128": (70, 2, 256, 64, False, 128, 1, 8, 4, False),
     # 128 rows for two warpgroups, then 22 for the first alone
-    "tensor pair fresh 64": (150, 2, 384, 192, False, 128, 1, 8, 4, True),
+    "tensor pair fresh 64": (150, 2, 256, 80, False, 128, 1, 8, 4, True),
+    "tensor pair fresh 128": (150, 2, 384, 192, False, 128, 1, 8, 4, True),
     "block pair fresh 64": (150, 2, 320, 192, True, 128, 1, 8, 4, True),
     "block pair fresh 128": (150, 2, 320, 128, True, 128, 1, 8, 4, True),
     "block pair, one block fresh 64": (70, 1, 64, 64, True, 128, 1, 8, 4, True),
-    "tensor pair turns fresh 64": (150, 2, 256, 80, False, 128, 1, 8, 4, True),
-    "block pair turns fresh 64": (150, 2, 384, 128, True, 128, 1, 8, 4, True),
 }
 # The two kernels for a handful of tokens: (tokens, experts, hidden, inter, block scales).
 TINY: dict[str, tuple[int, int, int, int, bool]] = {
@@ -132,15 +129,12 @@ def run_case(name: str) -> dict[str, Any]:
     params = MoeCase(tokens, experts, hidden, inter, top_k=2, block=block)
     inputs = cases.make_inputs(params, "cpu", len(name))
     key = replace(cases.key_of(inputs), sm90=True, hardware_fp8=True)
-    fresh = (
-        int(name.rsplit(" ", 1)[1]) if "fresh" in name else 64 if "wide" in name else 128 if block else 256
-    )
+    fresh = int(name.rsplit(" ", 1)[1]) if "fresh" in name else 128 if block else 256
     pair = "pair" in name
-    kinds = {"wide": pair or "wide" in name, "pair": pair, "turns": "turns" in name}
-    up = plan.Product(128, boxes, 3, warps, producers, 1, in_turn, fresh, **kinds)
+    up = plan.Product(128, boxes, 3, warps, producers, 1, in_turn, fresh, pair)
     box = 64 if 0 < inter % 128 <= 64 else 128
-    boxes = 1 if block or box == 128 or kinds["wide"] else 2
-    down = plan.Product(box, boxes, 2, warps, 1, 1, in_turn, **kinds)
+    boxes = 1 if block or box == 128 or pair else 2
+    down = plan.Product(box, boxes, 2, warps, 1, 1, in_turn, pair=pair)
     chosen = plan.Plan("sm90", tile, 16, True, up, down)
     assert plan.is_legal(chosen, key) is None, plan.is_legal(chosen, key)
     texts = compiled(params, chosen)
@@ -153,7 +147,7 @@ def run_case(name: str) -> dict[str, Any]:
 
 def kind(product: Any) -> str:
     """Which of the kernels, as their names say it."""
-    return "pair" if product.pair else "wide" if product.wide else "sm90"
+    return "pair" if product.pair else "sm90"
 
 
 def numbers(ptx: str, count: int) -> tuple[list[int], int]:
@@ -206,7 +200,7 @@ def gate_up(
         .view(key.num_experts, 2, key.inter // 8, 8, key.hidden)
         .permute(0, 2, 1, 3, 4)
     )
-    maps = {number: (view.numpy(), (1, 16 if chosen.up.wide else 8, 2, 8, 128))}
+    maps = {number: (view.numpy(), (1, 16 if chosen.up.pair else 8, 2, 8, 128))}
     order = [2, 0, 1] if not chosen.up.shared_order else None  # the last to arrive is not the last by number
     launch(ptx, (PROGRAMS, 1, 1), {first + i: a for i, a in enumerate(arguments)}, memory.bytes, maps, order)
     return stride, memory.get(at[1], scales), memory.get(at[0], codes)
@@ -227,7 +221,7 @@ def down_product(texts: Any, inputs: Any, key: Any, chosen: Any, places: Any, me
     (w_number, a_number), first = numbers(ptx, len(arguments))
     box = chosen.down.box
     maps = {
-        w_number: (inputs.w2.view(torch.uint8).numpy(), (1, 256 if chosen.down.wide else 128, box)),
+        w_number: (inputs.w2.view(torch.uint8).numpy(), (1, 256 if chosen.down.pair else 128, box)),
         a_number: (codes[:, : key.inter].numpy(), (chosen.tile, box)),
     }
     launch(ptx, (PROGRAMS, 1, 1), {first + i: a for i, a in enumerate(arguments)}, memory.bytes, maps)

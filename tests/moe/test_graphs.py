@@ -37,7 +37,7 @@ def capture(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, tor
 
 
 @BOTH
-@pytest.mark.parametrize("tokens", [1, 4, 33, 260])
+@pytest.mark.parametrize("tokens", [1, 4, 33, 260, 900])  # 260: pairs of 64 fresh columns; 900: of 128
 def test_replay_with_other_routings(block: bool, tokens: int) -> None:
     """Ids, weights and activations change in place between replays."""
     inputs = make(tokens, block, "none")
@@ -78,7 +78,7 @@ def test_first_call_inside_a_capture_is_refused() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("tokens", [1, 64, 260])
 def test_two_streams(block: bool, tokens: int) -> None:
     """100 interleaved calls on two streams, same shapes and other data: each as alone, bit for bit."""
     inputs = [make(tokens, block, seed=seed) for seed in (1, 2)]
@@ -96,7 +96,7 @@ def test_two_streams(block: bool, tokens: int) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("tokens", [1, 17, 64])
+@pytest.mark.parametrize("tokens", [1, 17, 64, 260, 900])
 def test_early_starts_read_nothing_early(block: bool, tokens: int) -> None:
     """A copy kernel changes ids and activations right before each call, nothing waits: as when each is awaited."""
     sets = [make(tokens, block, routing, seed) for seed, routing in enumerate(ROUTINGS)]
@@ -121,7 +121,7 @@ def test_early_starts_read_nothing_early(block: bool, tokens: int) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("tokens", [3, 70, 500])
 def test_repeatable(block: bool, tokens: int) -> None:
     """Whichever program arrives last, the bits are the same."""
     inputs = make(tokens, block, "zipf")

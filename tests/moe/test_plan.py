@@ -82,24 +82,6 @@ def test_scratch_fields_do_not_overlap() -> None:
             assert end - getattr(layout, name) >= size, (each, name)
 
 
-def test_plans_for_few_tokens() -> None:
-    """Legal wherever they are offered, with room for what the kernels write, and offered for the measured shapes."""
-    for each in KEYS:
-        for other in plan.few_plans(each).values():
-            layout = plan.scratch(each, other)
-            assert plan.is_legal(other, each) is None and other.few is not None
-            assert each.pairs <= plan.few_pairs(each) <= plan.FEW_PAIRS
-            assert layout.totals - layout.counts >= 4 * plan.few_pairs(each)
-            assert layout.y - layout.parts >= 4 * each.pairs * each.inter * each.block_scales
-            parts, units = plan.few_down_cut(each, other.few)
-            assert parts * units * 64 >= each.inter and units % 2 <= (not each.block_scales)
-            assert other.few.down_warps % (parts * other.few.down_rows // 16) == 0
-    for hidden, inter, block in ((4096, 192, False), (4096, 1536, True), (2048, 768, True)):
-        offered = plan.few_plans(key(32, hidden=hidden, inter=inter, block_scales=block))
-        assert set(offered) == {"few", "few deep", "few fat", "few two"}
-    assert not plan.few_plans(key(33)) and not plan.few_plans(key(1, sm90=False))
-
-
 def test_tiles_of_any_routing_fit() -> None:
     """ceil(count / tile) summed over experts never exceeds max_tiles, whatever the counts."""
     for each in KEYS:
@@ -168,4 +150,33 @@ def test_alternatives_are_legal_and_differ() -> None:
             assert name in plan.ALTERNATIVES
             assert plan.is_legal(other, each) is None and other != plan.choose(each)
     names = set(plan.alternatives(key(4096, num_experts=24, experts_total=24, inter=1536)))
-    assert {"two", "shared", "two shared", "half tile", "portable"} <= names
+    assert {"two", "shared", "two shared", "half tile", "portable", "pair 64"} <= names
+
+
+def described(chosen: plan.Plan) -> str:
+    """The name that a plan for many rows has among the alternatives."""
+    assert chosen.up is not None
+    if chosen.up.pair:
+        return f"pair {chosen.up.fresh}"
+    shared = "shared" if chosen.up.shared_order else "runs"
+    return f"two {shared}" if chosen.up.per_sm == 2 else shared
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Hy3 EP8", ("runs", "shared", "shared", "pair 128", "pair 128", "pair 128")),
+        ("Hy3 EP8 block", ("runs", "pair 64", "pair 64", "pair 64", "pair 64", "pair 64")),
+        ("Hy3 TP8", ("two runs", "two runs", "two runs", "two runs", "two shared", "two shared")),
+        ("Qwen3-235B TP8", ("two runs", "two runs", "two runs", "two shared", "pair 64", "pair 128")),
+        ("Qwen3-30B", ("runs", "runs", "runs", "two shared", "pair 128", "pair 128")),
+        ("Qwen3-30B block", ("runs", "runs", "runs", "pair 64", "pair 64", "pair 64")),
+    ],
+)
+def test_the_choice_is_the_fastest_measured(name: str, expected: tuple[str, ...]) -> None:
+    """What was fastest for 64, 128, 256, 512, 1024 and 4096 tokens of those with an error within 5e-3."""
+    experts, hidden, inter, block = case_lists.SHAPES[name]
+    for tokens, want in zip((64, 128, 256, 512, 1024, 4096), expected, strict=True):
+        chosen = plan.choose(key(tokens, num_experts=experts, experts_total=experts, hidden=hidden, inter=inter,
+                                 block_scales=block))  # fmt: skip
+        assert described(chosen) == want, tokens

@@ -18,10 +18,10 @@ from hpc.moe.case_lists import MoeCase
 from hpc.moe.reference import BLOCK, moe_reference
 from hpc.moe.validate import Arguments
 
-# Rounding the output to bf16 leaves 1.7e-3 RMS. The rest is flips: a relative error of 3.5e-5 to 7e-5 on gate and up
-# (32 or 64 columns in one accumulator of the tensor core) changes a rounding to bf16 here and there, and through it one
-# to e4m3, whose step is 6 to 12 %. That adds 1.7e-3 to 3.6e-3 in a model of the tensor core. The maximum is that of one
-# flipped code with a large weight, which no precision short of the reference's excludes.
+# Rounding the output to bf16 leaves 1.7e-3 RMS. The rest is flips: a relative error of 3.5e-5 to 1.2e-4 on gate and up
+# (32 to 128 columns in one accumulator of the tensor core) changes a rounding to bf16 here and there, and through it
+# one to e4m3, whose step is 6 to 12 %. That adds 1.7e-3 to 3.7e-3 in a model of the tensor core. The maximum is that of
+# one flipped code with a large weight, which no precision short of the reference's excludes.
 TOLERANCE = Tolerance(rms=5e-3, max=1e-1)
 # With few values one flip of a large code is a good part of the norm: (intermediate values of all pairs, limit).
 FEW_TOLERANCE = Tolerance(rms=1.6e-2, max=1e-1)
@@ -30,6 +30,8 @@ FEW = FEW_TOLERANCES[-1][0]
 # What flips may add to the error against activations that are not requantised at all: a code flips where two neighbours
 # are equally far, so next to nothing. 0.2 % was the most in the model for some thousand values.
 UNQUANTISED_FACTOR = 1.01
+# Sums of 128 columns in the tensor core: 3.9e-3 to 6.2e-3 on the measured shapes. Chosen only where 5e-3 holds.
+PAIR_128_TOLERANCE = Tolerance(rms=7e-3, max=1e-1)
 # Kernels that accumulate in fp32 flip next to nothing.
 EXACT_TOLERANCE = Tolerance(rms=2.6e-3, max=1.2e-2)
 

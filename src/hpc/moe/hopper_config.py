@@ -30,10 +30,9 @@ class UpConfig(KernelFacts):
     ACT: str = "silu"  # of the gate; LIMIT and ALPHA as in `kernels.activate`, 0 for none
     LIMIT: float = 0.0
     ALPHA: float = 0.0
-    WIDE: bool = False  # both tiles of 128 columns in one pass: `hopper_wide`
+    PAIR: bool = False  # both tiles of 128 columns in one pass: `hopper_pair`
     LAG: int = 2  # stages that gathered rows may be late when they are handed over
     PRODUCER_REGS: int = 56
-    TURNS: bool = False  # as in `hopper_pair`
     PAIR_REGS: int = 224  # of either warpgroup there
 
     @property
@@ -46,14 +45,13 @@ class UpConfig(KernelFacts):
         """Products in flight at a time, a power of two: what fits beside the sums in 160 registers a thread; block
         scales take registers too."""
         registers = 128 * self.N // (32 * self.WARPS)
-        tiles, pieces = (2, 2 * self.SPANS) if self.WIDE else (1, self.KS * self.SPANS)
-        fits = max(1, ((128 if self.BLOCK else 160) - tiles * registers) // registers)
-        return min(pieces, 1 << fits.bit_length() - 1)
+        fits = max(1, ((128 if self.BLOCK else 160) - registers) // registers)
+        return min(self.KS * self.SPANS, 1 << fits.bit_length() - 1)
 
     @property
     def HALVES(self) -> int:
         """Tiles of an item: block scales need all 128 columns of a group of the activations together."""
-        return 2 if self.BLOCK or self.WIDE else 1
+        return 2 if self.BLOCK or self.PAIR else 1
 
     @property
     def RT(self) -> int:
@@ -124,14 +122,13 @@ class DownConfig(KernelFacts):
     BLOCK: bool
     SPREAD: bool  # items in turn, so that the programs share an expert's weights; else equal runs of items
     PDL: bool
-    WIDE: bool = False  # 256 columns of the output: `hopper_wide`
+    PAIR: bool = False  # 256 columns of the output: `hopper_pair`
     PRODUCER_REGS: int = 40
-    TURNS: bool = False  # as in `hopper_pair`
     PAIR_REGS: int = 232  # of either warpgroup there
 
     @property
     def RT(self) -> int:
-        return -(-self.H // (256 if self.WIDE else 128))
+        return -(-self.H // (256 if self.PAIR else 128))
 
     @property
     def KB(self) -> int:

@@ -4,46 +4,95 @@ A thread of the result then holds two tokens, so block scales are two numbers a 
 quarter of the tile's tokens, and a maximum over 128 activations stays within four threads.
 
     grid (programs): items in turn, (tile of 128 tokens, 128 columns of the activations or 256 of the output)
-    producer warps   as in `hopper_wide`; the down product's starts on its weights before the gate-up kernel has ended
+    producer warps   as in `hopper` and `hopper_down`; the down product's starts on its weights before the gate-up
+                     kernel has ended
     two warpgroups   64 tokens each, nothing shared but the stages: while one adds a fresh accumulator to its sums, the
-                     tensor core works for the other. 64 x 256 sums and 64 x 128 fresh are 192 registers a thread
+                     tensor core works for the other. 64 x 256 sums and 64 x 128 fresh are 192 registers a thread.
                      The second one passes its stages on where a tile has 64 rows or fewer.
 
-TURNS makes the warpgroups issue their products alternately; else the hardware decides who comes first.
+256 weight rows share the token rows of a stage. What limits 128 x 128 tiles at FP8 is the way from the L2 to the SMs:
+32 KiB for 512 cycles of products is 64 bytes a cycle and SM, twice of what arrives (some 28). This takes three quarters
+of it, and block scales find all 128 columns of a group of the activations in one pass over H.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from hpc.common.gluon import barrier, fence_async_shared, mbarrier, pdl_launch, pdl_wait
+from hpc.common.gluon import barrier, fence_async_shared, mbarrier, pdl_launch, pdl_wait, tma_load
 from hpc.moe.hopper_math import gated, inverse
-from hpc.moe.hopper_wide import _advance, _up_producer
 
 
 @gluon.jit
-def _sum_of(x, w, d, turn_bars, turn, both, GROUP: gl.constexpr, C: gl.constexpr):
-    """(x w^T in a fresh accumulator, parity of the next turn). The turn passes while the last product is under way."""
-    K: gl.constexpr = x.shape[1]
-    if C.TURNS:
-        if both:
-            mbarrier.wait(turn_bars.index(GROUP), turn)
-        d = warpgroup_mma(
-            x.slice(0, K // 2, dim=1),
-            w.slice(0, K // 2, dim=1).permute([1, 0]),
-            d,
-            use_acc=False,
-            is_async=True,
-        )
-        d = warpgroup_mma(
-            x.slice(K // 2, K // 2, dim=1), w.slice(K // 2, K // 2, dim=1).permute([1, 0]), d, is_async=True
-        )
-        d = warpgroup_mma_wait(1, deps=[d])
-        mbarrier.arrive(turn_bars.index(1 - GROUP), count=1, pred=both)
-        turn ^= 1
-    else:
-        d = warpgroup_mma(x, w.permute([1, 0]), d, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=[d]), turn
+def _advance(stage, phase, C: gl.constexpr):
+    """The next stage of the ring and its phase."""
+    stage += 1
+    if stage == C.STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def _up_producer(w_desc, x_ptr, xs_ptr, wbuf, xbuf, sbuf, full_bars, empty_bars, expert_ptr, start_ptr, rows_ptr,
+                 num_tiles_ptr, pair_ptr, top_k, xs_cols, C: gl.constexpr):  # fmt: skip
+    """Keep STAGES stages in flight, across items. Gathered rows are handed over LAG stages after their copy began."""
+    n = gl.arange(0, C.N, gl.SliceLayout(1, C.GATHER))
+    kk = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, C.GATHER)), 0)
+    sn = gl.arange(0, C.N, gl.BlockedLayout([1], [32], [C.PWARPS], [0]))
+    pdl_wait(C.PDL)
+    num_items = gl.load(num_tiles_ptr) * C.RT
+    stage = 0
+    phase = 1
+    done = 0
+    late = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        tile = item // C.RT
+        column = (item - tile * C.RT) * 16
+        expert = gl.load(expert_ptr + tile)
+        start = gl.load(start_ptr + tile)
+        rows = gl.load(rows_ptr + tile)
+        token = gl.load(pair_ptr + start + n, mask=n < rows, other=0) // top_k
+        row_at = x_ptr + gl.expand_dims(token.to(gl.int64) * C.H, 1) + kk
+        row_ok = gl.expand_dims(n < rows, 1) & (kk >= 0)
+        if C.BLOCK:
+            stoken = gl.load(pair_ptr + start + sn, mask=sn < rows, other=0) // top_k
+            scale_at = xs_ptr + stoken.to(gl.int64) * xs_cols
+        for k in range(0, C.KB):
+            mbarrier.wait(empty_bars.index(stage), phase)
+            full = full_bars.index(stage)
+            mbarrier.expect(full, 256 * 128)
+            tma_load(w_desc, [expert, column, 0, 0, k * 128], full, wbuf.index(stage))
+            inside = row_ok & (kk < C.H - k * 128)
+            async_copy.async_copy_global_to_shared(xbuf.index(stage), row_at + k * 128, mask=inside)
+            if C.BLOCK:
+                async_copy.async_copy_global_to_shared(sbuf.index(stage), scale_at + k, mask=sn < rows)
+            async_copy.commit_group()
+            async_copy.wait_group(C.LAG)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(full_bars.index(late), count=1, pred=done >= C.LAG)
+            if done >= C.LAG:
+                late += 1
+                if late == C.STAGES:
+                    late = 0
+            done += 1
+            stage, phase = _advance(stage, phase, C)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    for _ in range(gl.minimum(done, C.LAG)):
+        mbarrier.arrive(full_bars.index(late), count=1)
+        late += 1
+        if late == C.STAGES:
+            late = 0
+
+
+@gluon.jit
+def _sum_of(x, w, d):
+    """x w^T in a fresh accumulator; d gives its registers."""
+    return warpgroup_mma_wait(0, deps=[warpgroup_mma(x, w.permute([1, 0]), d, use_acc=False, is_async=True)])
 
 
 @gluon.jit
@@ -76,9 +125,9 @@ def _up_scales(ws_ptr, column, kb, ws_cols, C: gl.constexpr):
 
 
 @gluon.jit
-def _up_sums(wtile, xtile, stile, full_bars, empty_bars, turn_bars, stage, phase, turn, both, ws_ptr, column, ws_cols,
+def _up_sums(wtile, xtile, stile, full_bars, empty_bars, stage, phase, ws_ptr, column, ws_cols,
              GROUP: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """(sums [64, 128] of either half of the columns, stage, phase, turn) over all of H."""
+    """(sums [64, 128] of either half of the columns, stage, phase) over all of H."""
     MMA: gl.constexpr = C.PAIR_MMA
     SPANS: gl.constexpr = C.SPANS
     WIDTH: gl.constexpr = 128 // C.SPANS
@@ -104,11 +153,11 @@ def _up_sums(wtile, xtile, stile, full_bars, empty_bars, turn_bars, stage, phase
         for i in gl.static_range(2 * SPANS):
             w = wtile.index(stage * 2 + i // SPANS)
             if SPANS == 1:
-                d, turn = _sum_of(x, w, d, turn_bars, turn, both, GROUP, C)
+                d = _sum_of(x, w, d)
             else:
                 x_part = x.slice(i % SPANS * WIDTH, WIDTH, dim=1)
                 w_part = w.slice(i % SPANS * WIDTH, WIDTH, dim=1)
-                d, turn = _sum_of(x_part, w_part, d, turn_bars, turn, both, GROUP, C)
+                d = _sum_of(x_part, w_part, d)
             if i == 2 * SPANS - 1:
                 barrier()
                 mbarrier.arrive(empty_bars.index(stage), count=1)
@@ -124,7 +173,7 @@ def _up_sums(wtile, xtile, stile, full_bars, empty_bars, turn_bars, stage, phase
             up0 = next_up0
             up1 = next_up1
         stage, phase = _advance(stage, phase, C)
-    return acc0, acc1, stage, phase, turn
+    return acc0, acc1, stage, phase
 
 
 @gluon.jit
@@ -146,7 +195,7 @@ def _store_act_rows(value, a_ptr, start, first, rows, column, stride_a, C: gl.co
 
 
 @gluon.jit
-def _up_consumer(GROUP: gl.constexpr, wtile, xtile, stile, full_bars, empty_bars, turn_bars, ws_ptr, act_ptr,
+def _up_consumer(GROUP: gl.constexpr, wtile, xtile, stile, full_bars, empty_bars, ws_ptr, act_ptr,
                  expert_ptr, start_ptr, rows_ptr, num_tiles_ptr, a_ptr, as_ptr, num_rows, stride_a, ws_rows, ws_cols,
                  C: gl.constexpr):  # fmt: skip
     """The warpgroup of tokens 64 GROUP to 64 GROUP + 63 of a tile."""
@@ -159,7 +208,6 @@ def _up_consumer(GROUP: gl.constexpr, wtile, xtile, stile, full_bars, empty_bars
         act = gl.load(act_ptr)
     stage = 0
     phase = 0
-    turn = 1 - GROUP
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         tile = item // C.RT
         column = (item - tile * C.RT) * 128
@@ -173,8 +221,8 @@ def _up_consumer(GROUP: gl.constexpr, wtile, xtile, stile, full_bars, empty_bars
                 scales_at = ws_ptr + expert.to(gl.int64) * (ws_rows * ws_cols)
             else:
                 scale = gl.load(ws_ptr + expert)
-            acc0, acc1, stage, phase, turn = _up_sums(
-                wtile, xtile, stile, full_bars, empty_bars, turn_bars, stage, phase, turn, rows > 64, scales_at,
+            acc0, acc1, stage, phase = _up_sums(
+                wtile, xtile, stile, full_bars, empty_bars, stage, phase, scales_at,
                 column, ws_cols, GROUP, C,
             )  # fmt: skip
             h0 = _activations(acc0, scale, C)
@@ -214,20 +262,16 @@ def _moe_gate_up_pair_kernel(
     stile = sbuf._reinterpret(gl.float32, [C.STAGES * 2 if C.BLOCK else 2, 64], SCALES)
     full_bars = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
     empty_bars = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
-    turn_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full_bars.index(i), count=2)
         mbarrier.init(empty_bars.index(i), count=2)
-    if C.TURNS:
-        for i in gl.static_range(2):
-            mbarrier.init(turn_bars.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_up_consumer, (0, wtile, xtile, stile, full_bars, empty_bars, turn_bars, ws_ptr, act_ptr, expert_ptr,
+            (_up_consumer, (0, wtile, xtile, stile, full_bars, empty_bars, ws_ptr, act_ptr, expert_ptr,
                             start_ptr, rows_ptr, num_tiles_ptr, a_ptr, as_ptr, num_rows, stride_a, ws_rows, ws_cols,
                             C)),
-            (_up_consumer, (1, wtile, xtile, stile, full_bars, empty_bars, turn_bars, ws_ptr, act_ptr, expert_ptr,
+            (_up_consumer, (1, wtile, xtile, stile, full_bars, empty_bars, ws_ptr, act_ptr, expert_ptr,
                             start_ptr, rows_ptr, num_tiles_ptr, a_ptr, as_ptr, num_rows, stride_a, ws_rows, ws_cols,
                             C)),
             (_up_producer, (w_desc, x_ptr, xs_ptr, wbuf, xbuf, sbuf, full_bars, empty_bars, expert_ptr, start_ptr,

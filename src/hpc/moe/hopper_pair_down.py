@@ -10,8 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from hpc.common.gluon import barrier, fence_async_shared, mbarrier, pdl_launch, pdl_wait
 from hpc.moe.hopper_down import _fetch_rows, _fetch_weights
-from hpc.moe.hopper_pair import _added, _pass_on, _sum_of
-from hpc.moe.hopper_wide import _advance
+from hpc.moe.hopper_pair import _added, _advance, _pass_on, _sum_of
 
 
 @gluon.jit
@@ -52,9 +51,9 @@ def _producer(w_desc, a_desc, wbuf, abuf, full_bars, empty_bars, expert_ptr, sta
 
 
 @gluon.jit
-def _block_sums(wtile, atile, full_bars, empty_bars, turn_bars, stage, phase, turn, both, ws_ptr, second, row_at, live,
+def _block_sums(wtile, atile, full_bars, empty_bars, stage, phase, ws_ptr, second, row_at, live,
                 num_rows, GROUP: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """(sums [64, 128] of either half of the columns, stage, phase, turn) over all of I, block scales."""
+    """(sums [64, 128] of either half of the columns, stage, phase) over all of I, block scales."""
     zero = gl.full([64, 128], 0.0, gl.float32, C.PAIR_MMA)
     acc0 = zero
     acc1 = zero
@@ -70,9 +69,9 @@ def _block_sums(wtile, atile, full_bars, empty_bars, turn_bars, stage, phase, tu
         next_scale1 = gl.load(ws_ptr + second + group)
         mbarrier.wait(full_bars.index(stage), phase)
         a = atile.index(stage * 2 + GROUP)
-        d, turn = _sum_of(a, wtile.index(stage * 2), d, turn_bars, turn, both, GROUP, C)
+        d = _sum_of(a, wtile.index(stage * 2), d)
         acc0 = _added(acc0, d * gl.expand_dims(token * scale0, 1))
-        d, turn = _sum_of(a, wtile.index(stage * 2 + 1), d, turn_bars, turn, both, GROUP, C)
+        d = _sum_of(a, wtile.index(stage * 2 + 1), d)
         barrier()
         mbarrier.arrive(empty_bars.index(stage), count=1)
         acc1 = _added(acc1, d * gl.expand_dims(token * scale1, 1))
@@ -80,7 +79,7 @@ def _block_sums(wtile, atile, full_bars, empty_bars, turn_bars, stage, phase, tu
         scale0 = next_scale0
         scale1 = next_scale1
         stage, phase = _advance(stage, phase, C)
-    return acc0, acc1, stage, phase, turn
+    return acc0, acc1, stage, phase
 
 
 @gluon.jit
@@ -116,7 +115,7 @@ def _store_rows(acc, y_ptr, pair, live, column, C: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(GROUP: gl.constexpr, wtile, atile, full_bars, empty_bars, turn_bars, ws_ptr, as_ptr, expert_ptr,
+def _consumer(GROUP: gl.constexpr, wtile, atile, full_bars, empty_bars, ws_ptr, as_ptr, expert_ptr,
               start_ptr, rows_ptr, num_tiles_ptr, pair_ptr, y_ptr, num_rows, ws_rows, ws_cols,
               C: gl.constexpr):  # fmt: skip
     """The warpgroup of rows 64 GROUP to 64 GROUP + 63 of a tile."""
@@ -128,7 +127,6 @@ def _consumer(GROUP: gl.constexpr, wtile, atile, full_bars, empty_bars, turn_bar
     num_items = gl.load(num_tiles_ptr) * C.RT
     stage = 0
     phase = 0
-    turn = 1 - GROUP
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         tile = item // C.RT
         column = (item - tile * C.RT) * 256
@@ -140,8 +138,8 @@ def _consumer(GROUP: gl.constexpr, wtile, atile, full_bars, empty_bars, turn_bar
             if C.BLOCK:
                 scale_at = ws_ptr + expert.to(gl.int64) * (ws_rows * ws_cols) + column // 128 * ws_cols
                 second = gl.where(column + 128 < C.H, ws_cols, 0)  # past H, weights are zeros
-                acc0, acc1, stage, phase, turn = _block_sums(
-                    wtile, atile, full_bars, empty_bars, turn_bars, stage, phase, turn, rows > 64, scale_at, second,
+                acc0, acc1, stage, phase = _block_sums(
+                    wtile, atile, full_bars, empty_bars, stage, phase, scale_at, second,
                     as_ptr + start + n, n < rows, num_rows, GROUP, C,
                 )  # fmt: skip
             else:
@@ -170,19 +168,15 @@ def _moe_down_pair_kernel(
     atile = abuf._reinterpret(gl.float8e4nv, [C.STAGES * 2, 64, C.BK], C.TILE)
     full_bars = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
     empty_bars = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
-    turn_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full_bars.index(i), count=1)
         mbarrier.init(empty_bars.index(i), count=2)
-    if C.TURNS:
-        for i in gl.static_range(2):
-            mbarrier.init(turn_bars.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consumer, (0, wtile, atile, full_bars, empty_bars, turn_bars, ws_ptr, as_ptr, expert_ptr, start_ptr,
+            (_consumer, (0, wtile, atile, full_bars, empty_bars, ws_ptr, as_ptr, expert_ptr, start_ptr,
                          rows_ptr, num_tiles_ptr, pair_ptr, y_ptr, num_rows, ws_rows, ws_cols, C)),
-            (_consumer, (1, wtile, atile, full_bars, empty_bars, turn_bars, ws_ptr, as_ptr, expert_ptr, start_ptr,
+            (_consumer, (1, wtile, atile, full_bars, empty_bars, ws_ptr, as_ptr, expert_ptr, start_ptr,
                          rows_ptr, num_tiles_ptr, pair_ptr, y_ptr, num_rows, ws_rows, ws_cols, C)),
             (_producer, (w_desc, a_desc, wbuf, abuf, full_bars, empty_bars, expert_ptr, start_ptr, num_tiles_ptr, C)),
         ],

@@ -44,12 +44,6 @@ class Call:
         self._quantise = self._input() if key.bf16_input else None
         if chosen.backend == "tiny":
             self.steps: tuple[Launch, ...] = self._tiny(shared, stride_out)
-        elif chosen.few is not None:
-            from hpc.moe import launch_few
-
-            self.steps = launch_few.steps(
-                NAME, key, chosen.few, self.layout, self.first_expert, shared, stride_out, scales
-            )
         else:
             products = self._sm90() if chosen.backend == "sm90" else self._portable()
             self.steps = (self._index_build(), *products, self._weighted_sum(shared, stride_out))
@@ -195,19 +189,11 @@ class Call:
         hidden, inter, experts = key.hidden, key.inter, key.num_experts
         up, down = self._configs(hopper.UpConfig, hopper_down.DownConfig)
         up_kernel, down_kernel = hopper._moe_gate_up_sm90_kernel, hopper_down._moe_down_sm90_kernel
-        if up.WIDE or down.WIDE:
-            from hpc.moe import hopper_wide
+        if up.PAIR or down.PAIR:
+            from hpc.moe import hopper_pair, hopper_pair_down
 
-            up_kernel = hopper_wide._moe_gate_up_wide_kernel if up.WIDE else up_kernel
-            down_kernel = hopper_wide._moe_down_wide_kernel if down.WIDE else down_kernel
-        if chosen.up.pair:
-            from hpc.moe import hopper_pair
-
-            up_kernel = hopper_pair._moe_gate_up_pair_kernel
-        if chosen.down.pair:
-            from hpc.moe import hopper_pair_down
-
-            down_kernel = hopper_pair_down._moe_down_pair_kernel
+            up_kernel = hopper_pair._moe_gate_up_pair_kernel if up.PAIR else up_kernel
+            down_kernel = hopper_pair_down._moe_down_pair_kernel if down.PAIR else down_kernel
         gate_up = Kernel(up_kernel, NAME, **self._options(chosen.up))
         product = Kernel(down_kernel, NAME, **self._options(chosen.down))
         (w13_rows, w13_cols), (w2_rows, w2_cols) = self.scales
@@ -235,7 +221,7 @@ class Call:
                 places = [base + at for at in up_places]
             else:
                 floats = scratch.view(torch.float32)
-                box = [1, 16 if up.WIDE else 8, 2, 8, 128]
+                box = [1, 16 if up.PAIR else 8, 2, 8, 128]
                 desc = (hopper.TensorDescriptor(args.w13, w13_shape, w13_strides, box, up.W_BOX),)
                 pointers = [floats if t is None else t for t in tensors]
                 places = [
@@ -265,7 +251,7 @@ class Call:
                 scale, places = args.w2_scale.data_ptr(), [base + at for at in down_places]
             else:
                 act = scratch[layout.act :].view(torch.float8_e4m3fn)
-                box = [1, 256 if down.WIDE else 128, down.BK]
+                box = [1, 256 if down.PAIR else 128, down.BK]
                 w_desc = (hopper.TensorDescriptor(args.w2, w2_shape, w2_strides, box, down.W_BOX),)
                 a_desc = (hopper.TensorDescriptor(act, a_shape, a_strides, [down.N, down.BK], down.TILE),)
                 scale = args.w2_scale
@@ -291,12 +277,11 @@ class Call:
             up_config(
                 **common, KS=up.boxes, STAGES=up.stages, WARPS=up.warps, PWARPS=up.producer_warps,
                 BF16_MUL=key.bf16_mul, ACT=self.gate[0], LIMIT=self.gate[1], ALPHA=self.gate[2],
-                SPLIT=not up.shared_order, LAG=max(1, min(2, up.stages - 2)), FRESH=up.fresh, WIDE=up.wide,
-                TURNS=up.turns,
+                SPLIT=not up.shared_order, LAG=max(1, min(2, up.stages - 2)), FRESH=up.fresh, PAIR=up.pair,
             ),
             down_config(
                 **common, BK=down.box, KS=down.boxes, STAGES=down.stages, WARPS=down.warps, SPREAD=down.shared_order,
-                WIDE=down.wide, TURNS=down.turns,
+                PAIR=down.pair,
             ),
         )  # fmt: skip
 

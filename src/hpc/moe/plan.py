@@ -11,7 +11,6 @@ MAX_TOP_K = 128
 # tokens they are level (29 us), and weights shared by tokens start to be read twice.
 TINY_PAIRS, TINY_INTER = 16, 256
 TINY_TOP_K = 16  # the tiny kernels keep the weights of all of a token's experts in registers
-FEW_PAIRS = 256  # the kernels for few tokens compare all pairs in every program
 MAX_EXPERTS = 4096  # a histogram of this many bins is what one program of the index build holds
 FUSED_PAIRS = 1024  # up to here one launch builds the index: each program counts every pair itself
 SCRATCH_LIMIT = (
@@ -83,8 +82,7 @@ class Product:
     `box` bytes along the contraction in a shared-memory box, `boxes` of them in a stage. `shared_order`: programs take
     items in turn, so that all of them work on the same weights at a time; else each takes an equal contiguous run,
     which the gate-up product cuts inside items. `fresh`: columns that the gate-up product adds up in one accumulator of
-    the tensor core; block scales take 128 at most. `wide`: the kernels of `hopper_wide`, 256 weight rows a tile;
-    `pair`: those of `hopper_pair`, with `turns` or without.
+    the tensor core; block scales take 128 at most. `pair`: the kernels of `hopper_pair`, 256 weight rows a tile.
     """
 
     box: int
@@ -95,9 +93,7 @@ class Product:
     per_sm: int
     shared_order: bool
     fresh: int = 128
-    wide: bool = False
     pair: bool = False
-    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,17 +108,6 @@ class Tiny:
 
 
 @dataclass(frozen=True)
-class Few:
-    """How the kernels without an index for few tokens run: `few`, `few_down`."""
-
-    up_warps: int
-    up_depth: int  # blocks of 128 columns that a warp has under way
-    down_rows: int  # columns of the output of a program: 16 or 32
-    down_warps: int
-    down_depth: int  # visits under way
-
-
-@dataclass(frozen=True)
 class Plan:
     """How a call runs.
 
@@ -130,14 +115,13 @@ class Plan:
     places. `fused_index`: one launch builds the index. `up`, `down`: only for the backend "sm90".
     """
 
-    backend: str  # "tiny", "few", "sm90" or "portable"
+    backend: str  # "tiny", "sm90" or "portable"
     tile: int
     chunk: int
     fused_index: bool
     up: Product | None = None
     down: Product | None = None
     tiny: Tiny | None = None
-    few: Few | None = None
 
 
 def sm90_reason(key: Key) -> str | None:
@@ -160,64 +144,10 @@ def tiny_reason(tiny: Tiny | None, key: Key) -> str | None:
     return None
 
 
-def few_pairs(key: Key) -> int:
-    """Pairs that the kernels for few tokens compare: a power of two."""
-    return max(32, power_of_two(key.pairs))
-
-
-def few_down_cut(key: Key, few: Few) -> tuple[int, int]:
-    """(warps that share a tile's rows along I, blocks of 64 columns of each): 256 columns at most, if there are warps.
-    With block scales an even number of blocks."""
-    parts = 1
-    while 256 * parts < key.inter and 2 * parts * (few.down_rows // 16) <= few.down_warps:
-        parts *= 2
-    groups = ceil_div(key.groups, parts)
-    return parts, 2 * groups if key.block_scales else ceil_div(key.inter, 64 * parts)
-
-
-def few_reason(few: Few | None, key: Key) -> str | None:
-    """Why the kernels for few tokens cannot run `key`, or None."""
-    if few is None:
-        return "no sizes for the kernels for few tokens"
-    if not key.sm90:
-        return "needs a GPU of compute capability 9.x"
-    if key.pairs > FEW_PAIRS:
-        return f"at most {FEW_PAIRS} pairs, which every program looks at"
-    if few.up_warps not in (4, 8) or few.down_warps not in (8, 16) or few.down_rows not in (16, 32):
-        return f"{few}"
-    # 96 bytes a thread and block of 128 columns; 48 a thread and block of 64
-    steps = ceil_div(key.hidden, 128 * few.up_warps)
-    up = min(few.up_depth, steps) * few.up_warps * 32 * 96
-    down = few.down_depth * few_down_cut(key, few)[1] * few.down_warps * 32 * 48
-    if steps > 16 or max(up, down) + 4096 > SM_SHARED:
-        return f"{steps} steps, {up} and {down} bytes of shared memory"
-    return None
-
-
-def few_plans(key: Key) -> dict[str, Plan]:
-    """Legal plans by name. "few": short copies, four gate-up programs an SM. "few deep": all that shared memory holds.
-    "few fat": twice the warps. "few two": two down programs an SM."""
-    rows = 16 if ceil_div(key.hidden, 16) <= key.sms else 32
-    sizes = {
-        "few": Few(4, 4, rows, 8, 4), "few deep": Few(4, 8, rows, 8, 6), "few fat": Few(8, 4, rows, 16, 3),
-        "few two": Few(4, 3, 16, 8, 2),
-    }  # fmt: skip
-    plans = {}
-    for name, few in sizes.items():
-        # no deeper than there are visits: then the down kernel may find room beside the gate-up kernel
-        tiles = few.down_warps * 16 // (few_down_cut(key, few)[0] * few.down_rows)
-        few = replace(few, down_depth=min(few.down_depth, ceil_div(key.pairs, max(1, tiles))))
-        while few.down_depth > 1 and few_reason(few, key) is not None:
-            few = replace(few, down_depth=few.down_depth - 1)
-        if few_reason(few, key) is None:
-            plans[name] = Plan("few", 8, index_chunk(key.pairs), True, few=few)
-    return plans
-
-
 def stage_bytes(key: Key, tile: int, product: Product, up: bool) -> int:
     """Shared memory of one stage."""
     scales = 4 * tile if up and key.block_scales else 0
-    return product.boxes * (((256 if product.wide else 128) + tile) * product.box + scales)
+    return product.boxes * (((256 if product.pair else 128) + tile) * product.box + scales)
 
 
 def reserve(tile: int, up: bool) -> int:
@@ -229,8 +159,6 @@ def is_legal(plan: Plan, key: Key) -> str | None:
     """Why `plan` cannot run `key`, or None."""
     if plan.backend == "tiny":
         return tiny_reason(plan.tiny, key)
-    if plan.backend == "few":
-        return few_reason(plan.few, key)
     if plan.backend not in ("sm90", "portable"):
         return f"unknown backend {plan.backend!r}"
     if plan.tile not in (8, 16, 32, 64, 128, 256) or (
@@ -253,12 +181,11 @@ def is_legal(plan: Plan, key: Key) -> str | None:
             return f"{name}: box {product.box}"
         if product.fresh not in (32, 64, 128, 256):
             return f"{name}: fresh {product.fresh}"
-        if product.wide and not (
-            product.boxes == 1 and product.shared_order and product.warps == 8 and plan.tile in (64, 128)
-        ):
-            return f"{name}: wide products take items in turn, one box a stage, eight warps, 64 or 128 rows"
-        if product.pair and not (product.wide and plan.tile == 128 and product.fresh >= 64):
-            return f"{name}: pairs of warpgroups take wide products, 128 rows, 64 or 128 fresh columns"
+        if product.pair and not (
+            product.boxes == 1 and product.shared_order and product.warps == 8 and plan.tile == 128
+            and product.fresh in (64, 128)
+        ):  # fmt: skip
+            return f"{name}: pairs take items in turn, a box a stage, eight warps, 128 rows, 64 or 128 fresh columns"
         if product.warps not in (4, 8) or product.producer_warps not in (1, 2, 4):
             return f"{name}: {product.warps} + {product.producer_warps} warps"
         stages = product.stages * stage_bytes(key, plan.tile, product, name == "up")
@@ -322,23 +249,30 @@ def few_rows(key: Key, tile: int) -> tuple[int, Product, Product]:
 
 def many_rows(key: Key) -> tuple[int, Product, Product]:
     """The choice for more than 24 rows of an expert, one scale a tensor: programs take whole items in turn, since
-    partial sums grow with the rows, and what all of them read at a time stays in the L2."""
+    partial sums grow with the rows, and what all of them read at a time stays in the L2.
+
+    Pairs of warpgroups once their tiles of 128 rows are filled; with 64 fresh columns where 128 gave an error beyond
+    5e-3. Otherwise in turn.
+    """
     rows = key.rows_per_expert
-    if key.inter < LONG_INTER:
-        # Few stages an item: two programs an SM, one multiplies while the other ends an item. I = 768, 64 rows: 204.4
-        # against 209.7 us with wide tiles; 256 rows: 502.6 against 448.2.
-        return wide_of_tile(key, 128, 128) if rows > 210 else _items_in_turn(_two(key, 64))
-    # I = 1536: 85 rows 159.7 us in turn against 170.9 wide; 170 rows 235.3 with wide tiles of 64 rows, 243.0 of 128,
-    # 260.6 in turn; 341 rows 423.1, 349.9 and 413.7
-    if rows <= 120:
-        return _items_in_turn(sm90_of_tile(key, tile_for(key)))
-    return wide_of_tile(key, 64, 64) if rows <= 240 else wide_of_tile(key, 128, 128)
+    if key.inter >= LONG_INTER:
+        # I = 1536: 85 rows 159.0 us in turn against 161.5 by pairs; 170 rows 266.0 against 215.4
+        return pair_plan(key, 128) if rows > 120 else _items_in_turn(sm90_of_tile(key, tile_for(key)))
+    if key.inter > SHORT_INTER:
+        # Few stages an item: two programs an SM, one multiplies while the other ends an item. I = 768: 32 rows 172.5 us
+        # against 176.0 by pairs; 64 rows 205.9 against 191.9
+        return pair_plan(key, 128) if rows > 50 else _items_in_turn(_two(key, 64))
+    # I = 192: 43 rows 180.5 us by two, 181.8 by pairs of 64 columns; 64 rows 149.9 and 143.5; 171 rows 394.4, and 399.4
+    # by pairs of 128; 256 rows 378.8 and 356.9
+    if rows > 210:
+        return pair_plan(key, 128)
+    return pair_plan(key, 64) if 50 < rows <= 100 else _items_in_turn(_two(key, 64))
 
 
 def many_rows_of_blocks(key: Key) -> tuple[int, Product, Product]:
     """The choice for more than 24 rows of an expert, block scales. With weights on the M side of the product a thread
-    multiplies by as many scales as it has sums, and all warps do so at once: 475 TFLOP/s where one scale a tensor gives
-    1030."""
+    multiplies by as many scales as it has sums, and all warps do so at once. 128 fresh columns would cost a tenth less
+    from 170 rows on (1213 against 1353 us for 4096 tokens, I = 1536), with an error of 5.0e-3 to 6.2e-3."""
     return pair_plan(key, 64)
 
 
@@ -363,24 +297,16 @@ def down_boxes(key: Key, tile: int) -> tuple[int, int]:
     return box, 2 if count % 2 == 0 and (tile <= 32 or not key.block_scales) else 1
 
 
-def wide_of_tile(key: Key, tile: int, fresh: int) -> tuple[int, Product, Product]:
-    """(tile, up, down) by the kernels of `hopper_wide`."""
-    product = Product(128, 1, 1, 8, 4, 1, True, fresh, True)
-    down = replace(product, box=down_boxes(key, tile)[0], producer_warps=1)
-    return tile, fill(key, tile, product, True), fill(key, tile, down, False)
-
-
-def pair_plan(key: Key, fresh: int, turns: bool = False) -> tuple[int, Product, Product]:
+def pair_plan(key: Key, fresh: int) -> tuple[int, Product, Product]:
     """(tile, up, down) by the kernels of `hopper_pair`."""
-    up = Product(128, 1, 1, 8, 4, 1, True, fresh, True, True, turns)
+    up = Product(128, 1, 1, 8, 4, 1, True, fresh, True)
     down = replace(up, box=down_boxes(key, 128)[0], producer_warps=1, fresh=128)
     return 128, fill(key, 128, up, True), fill(key, 128, down, False)
 
 
 ALTERNATIVES = (
-    "portable", "tiny", "few", "few deep", "few fat", "few two", "tiles", "room", "two", "shared", "two shared",
-    "half tile", "double tile", "fresh 32", "fresh 64", "fresh 128", "wide 64", "wide 128", "wide up 128", "pair 64",
-    "pair 128", "turns 64", "turns 128", "pair up 64",
+    "portable", "tiny", "tiles", "room", "two", "shared", "two shared", "half tile", "double tile", "fresh 32",
+    "fresh 64", "fresh 128", "pair 64", "pair 128",
 )  # fmt: skip
 
 
@@ -390,12 +316,11 @@ def alternatives(key: Key) -> dict[str, Plan]:
     "tiles": the SM90 kernels where the choice is another. "room": so few stages that the down kernel finds room beside
     the gate-up kernel. "two": two programs an SM, of half the rows each where eight warps would be needed. "shared":
     programs take items in turn. "fresh": other sums in the tensor core: larger ones cost less and flip more roundings.
-    "wide": tiles of 256 weight rows; "wide up" for the first product alone. "pair": two warpgroups of 64 tokens each;
-    "turns": they issue their products alternately. "few": see `few_plans`.
+    "pair": two warpgroups of 64 tokens each, tiles of 256 weight rows.
     """
-    base = replace(choose(key), tiny=None, few=None)
-    plans = few_plans(key)
-    plans["tiny"] = replace(base, backend="tiny", tile=16, up=None, down=None, tiny=Tiny(4, 1024, 4, 32, 8))
+    base = replace(choose(key), tiny=None)
+    tiny = replace(base, backend="tiny", tile=16, up=None, down=None, tiny=Tiny(4, 1024, 4, 32, 8))
+    plans = {"tiny": tiny}
     rows = key.rows_per_expert
     plans["portable"] = Plan("portable", 16 if rows <= 12 else 32, base.chunk, base.fused_index)
     if sm90_reason(key) is None:
@@ -410,16 +335,8 @@ def alternatives(key: Key) -> dict[str, Plan]:
             plans[name] = replace(tiles, **_fields(sm90_of_tile(key, other)))
         plans["two"] = replace(tiles, **_fields(_two(key, tile)))
         plans["two shared"] = _in_turn(plans["two"])
-        plans["wide 64"] = replace(
-            tiles, **_fields(wide_of_tile(key, 64, fresh_columns(64, key.block_scales)))
-        )
         for fresh in (64, 128):
             plans[f"pair {fresh}"] = replace(tiles, **_fields(pair_plan(key, fresh)))
-            plans[f"turns {fresh}"] = replace(tiles, **_fields(pair_plan(key, fresh, True)))
-        plans["pair up 64"] = _in_turn(replace(plans["pair 64"], down=sm90_of_tile(key, 128)[2]))
-        if not key.block_scales:  # their 128 rows spill
-            plans["wide 128"] = replace(tiles, **_fields(wide_of_tile(key, 128, 128)))
-            plans["wide up 128"] = _in_turn(replace(plans["wide 128"], down=sm90_of_tile(key, 128)[2]))
     return {name: plan for name, plan in plans.items() if is_legal(plan, key) is None and plan != choose(key)}
 
 
@@ -502,12 +419,8 @@ def scratch(key: Key, plan: Plan) -> Scratch:
         halves = 2 if key.block_scales else 1
         num_counters = max_tiles * ceil_div(key.inter, 64 * halves)
         parts = 4 * 128 * plan.tile * halves * 2 * plan.up.per_sm * key.sms
-    counts = 0 if plan.fused_index else 4 * chunks * bins
-    if plan.few is not None:
-        counts = 4 * few_pairs(key)  # experts by row
-        parts = 4 * pairs * key.inter if key.block_scales else 0  # activations before their rounding
     sizes = {
-        "counts": counts,
+        "counts": 0 if plan.fused_index else 4 * chunks * bins,
         "totals": 4 * bins,
         "expert": 4 * max_tiles,
         "start": 4 * max_tiles,

@@ -30,25 +30,3 @@ def _moe_quantise_kernel(
     else:
         x = x * (1.0 / tl.load(scale_ptr))
     tl.store(q_ptr + t * H + h, e4m3_bytes(x, HARDWARE), mask=h < H)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _moe_few_quantise_kernel(
-    values_ptr, q_ptr, scale_ptr, rows, I: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (ceil(rows / ROWS), ceil(I / 128)): s = max|v| / 448 over 128 columns of a row, q = e4m3(v / (s + 1e-8)).
-
-    values_ptr: fp32 [rows, I]; q_ptr: e4m3 bits [rows, I]; scale_ptr: fp32 [rows, groups]. The next kernel may start at
-    once: it waits for this one, and needs nothing of it before.
-    """
-    pdl_launch(PDL)
-    pdl_wait(PDL)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    i = tl.program_id(1) * 128 + tl.arange(0, 128)
-    live = (row < rows)[:, None] & (i < I)[None, :]
-    at = row[:, None] * I + i[None, :]
-    values = tl.load(values_ptr + at, mask=live, other=0.0)
-    s = tl.max(tl.abs(values), 1) / 448.0
-    tl.store(scale_ptr + row * tl.num_programs(1) + tl.program_id(1), s, mask=row < rows)
-    tl.store(q_ptr + at, e4m3_bytes(values / (s + 1e-8)[:, None], HARDWARE), mask=live)
