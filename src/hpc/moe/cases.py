@@ -25,7 +25,7 @@ from hpc.moe.validate import Arguments
 TOLERANCE = Tolerance(rms=5e-3, max=1e-1)
 # With few values one flip of a large code is a good part of the norm: (intermediate values of all pairs, limit).
 FEW_TOLERANCE = Tolerance(rms=1.6e-2, max=1e-1)
-FEW_TOLERANCES = ((4096, FEW_TOLERANCE), (32768, Tolerance(rms=8e-3, max=1e-1)))
+FEW_TOLERANCES = ((4096, FEW_TOLERANCE), (65536, Tolerance(rms=8e-3, max=1e-1)))
 FEW = FEW_TOLERANCES[-1][0]
 # What flips may add to the error against activations that are not requantised at all: a code flips where two neighbours
 # are equally far, so next to nothing. 0.2 % was the most in the model for some thousand values.
