@@ -15,7 +15,7 @@ BF16, FP8 = "_prefill_sm90_bf16_kernel", "_prefill_sm90_fp8_kernel"
 # have none in the cases without a window.
 SPILLS = {BF16: 0, FP8: 280 + 16, "_prefill_schedule_kernel": 0, "_prefill_attention_kernel": 16}
 SPILLS_BY_NAME = {
-    "bf16 5/1 d128 page 16": 128 + 16, "fp8 5/1 d128 page 16": 424 + 16, "fp8 64/8 d128 window cap sinks lse": 560 + 16,
+    "bf16 5/1 d128 page 16": 128 + 16, "fp8 5/1 d128 page 16": 424 + 16,
     "bf16 64/8 d128 window cap sinks lse": 140 + 16,
 }  # fmt: skip
 
@@ -64,5 +64,5 @@ def test_kernels_compile_as_designed(
     assert kernels >= Counter({BF16: 2, FP8: 1, "_prefill_attention_kernel": 2}), kernels
     if not names:
         counts = [kernels[name] for name in (BF16, FP8, "_prefill_attention_kernel")]
-        assert counts == [7, 4, 5], kernels
+        assert counts == [7, 3, 6], kernels
     assert [line for report in found for line in complaints(report)] == []

@@ -61,7 +61,8 @@ def test_an_all_zero_query_row_is_the_mean_of_its_values(dtype: str, where: str)
 
 @HERE
 def test_the_cache_and_the_prologues_own_keys_give_the_same_attention(where: str) -> None:
-    """Rotated keys are in the cache or, where asked for, in `out_k` and `out_v`: attention of either agrees."""
+    """Rotated keys are in the cache or, where asked for, in `out_k` and `out_v`: attention of either agrees, whichever
+    kernels the two take."""
     from hpc.rope.cases import rotary_table
 
     hq, hkv, d, n = 32, 4, 128, 22
@@ -76,7 +77,7 @@ def test_the_cache_and_the_prologues_own_keys_give_the_same_attention(where: str
     assert torch.equal(q, hpc.rope_norm_store_kv(*given, out_k=out_k, out_v=out_v))
     paged = hpc.attention_with_kvcache_prefill_bf16(q, *caches, index, ids, lens, n)
     ragged = hpc.attention_prefill_bf16(q, out_k, out_v, lens, index, n)
-    assert torch.equal(paged, ragged)
+    torch.testing.assert_close(paged.float(), ragged.float(), rtol=1e-2, atol=1e-2)
 
 
 @HERE

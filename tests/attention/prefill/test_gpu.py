@@ -35,6 +35,8 @@ def chosen(params: PrefillCase, backend: str) -> plan.Plan:
     fields = dict(VARIANTS.get(backend, {}))
     if "pack" in fields:
         fields["pack"] = plan.pack_of(key.group, fields["pack"])
+    if params.dtype == "fp8" and params.window is not None:
+        pytest.skip("the SM90 kernel has no FP8 with a window")
     return replace(plan.sm90(key), **fields)
 
 

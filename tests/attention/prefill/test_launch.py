@@ -94,7 +94,7 @@ LENS = ((20, 77), (1, 33), (7, 7), (0, 5))
 SHAPES: dict[str, dict[str, Any]] = {
     "bf16": {}, "fp8": {"dtype": "fp8"}, "window, HND": {"window": 30, "layout": "HND"},
     "cap, sinks, rows behind": {"logit_cap": 2.0, "sinks": True, "extra_rows": 5}, "full": {"causal": False},
-    "fp8 joint, window, sinks": {"dtype": "fp8", "layout": "joint", "window": 30, "sinks": True},
+    "fp8 joint, cap, sinks": {"dtype": "fp8", "layout": "joint", "logit_cap": 5.0, "sinks": True},
 }  # fmt: skip
 
 

@@ -98,6 +98,9 @@ def is_legal(plan: Plan, key: Key) -> str | None:
         return f"head dims {key.head_dim}/{key.v_dim}: the SM90 kernel has {TMA_HEAD_DIMS}, keys as values"
     if key.fp8 and (key.head_dim != 128 or key.quant_type != 1):
         return "FP8 on the SM90 kernel needs head_dim 128 and scales per tensor"
+    if key.fp8 and key.window:
+        # Right in the emulator; on an H200 wrong rows and an illegal access (windows of 100 and 300).
+        return "the SM90 kernel has no FP8 with a window"
     if not key.tma:
         return "an address or a stride is no multiple of 16 bytes"
     if not key.positive_scale:
