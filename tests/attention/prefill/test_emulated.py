@@ -33,7 +33,9 @@ def run(
     key = cases.key_of(p, True)
     chosen = plan.sm90(key)
     chosen = replace(chosen, **{"pack": chosen.short_pack, **fields})
-    assert plan.is_legal(chosen, replace(key, window=False)) is None  # FP8 windows are right here, wrong on the GPU
+    assert (
+        plan.is_legal(chosen, replace(key, window=False)) is None
+    )  # FP8 windows are right here, wrong on the GPU
     config = hopper.Config(
         D=p.head_dim, P=p.page_size, PACK=chosen.pack, HQ=p.q_heads, HKV=p.kv_heads, STAGES=chosen.stages,
         FP8=key.fp8, CAUSAL=p.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=p.sinks, LSE=True, PDL=True,
