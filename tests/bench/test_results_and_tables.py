@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc.bench import Env, Rates, Row, Writer, floor_us, latest, rates, read, result_path
+from hpc.bench.providers import BOUND
 from hpc.bench.results import current_env, git_state, gpu_slug, stamp_commit
 from hpc.bench.table import notes, summarise, to_markdown, to_rich
 from hpc.common.operator import Floor
@@ -137,3 +138,11 @@ def test_rich_table_renders() -> None:
     console.print(to_rich(_rows(), "decode"))
     text = console.export_text()
     assert "1.50x" in text and "0.75x" in text and "flashinfer" in text
+
+
+def test_a_bound_is_no_rival() -> None:
+    """What does half of the work may be faster: it is shown, and nobody loses to it."""
+    rival = replace(ROW, provider="rival", time_us=30.0)
+    bound = replace(ROW, provider="half", time_us=5.0, note=BOUND + "half of the work")
+    (line,) = summarise([ROW, rival, bound])
+    assert line.rival == "rival" and line.times_us["half"] == 5.0 and not line.lost

@@ -20,6 +20,9 @@ def always_available() -> str | None:
     return None
 
 
+BOUND = "bound: "  # begins the note of a provider that is a yardstick, not a rival
+
+
 @dataclass(frozen=True)
 class Provider:
     """One implementation of an operator.
@@ -33,7 +36,8 @@ class Provider:
         available: returns why the provider cannot run on this machine, or None if it can.
         tolerance: error limit of a rival of another precision, or a function of the inputs; None means the
             operator's own.
-        note: one line for the report, such as what differs from the operator's inputs.
+        note: one line for the report, such as what differs from the operator's inputs. One that begins with `BOUND`
+            marks what does less than the operator: shown beside it, but no rival.
     """
 
     name: str

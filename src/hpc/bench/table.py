@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpc.bench.providers import is_own
+from hpc.bench.providers import BOUND, is_own
 from hpc.bench.results import Row, latest
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def summarise(rows: Iterable[Row]) -> list[Line]:
 def _line(rows: Sequence[Row]) -> Line:
     timed = {row.provider: row for row in rows if row.time_us is not None}
     own = timed.get("hpc") or _fastest(row for row in timed.values() if is_own(row.provider))
-    rival = _fastest(row for row in timed.values() if not is_own(row.provider))
+    rival = _fastest(
+        row for row in timed.values() if not is_own(row.provider) and not row.note.startswith(BOUND)
+    )
     speedup = None
     if own is not None and rival is not None and own.time_us and rival.time_us:
         speedup = rival.time_us / own.time_us

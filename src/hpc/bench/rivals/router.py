@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpc.bench.providers import Provider
+from hpc.bench.providers import BOUND, Provider
 from hpc.common import arch
 from hpc.common.operator import Tolerance
 
@@ -32,7 +32,7 @@ def providers(adapt: Callable[[Any], RouterInputs]) -> list[Provider]:
         ),
         Provider(
             "one bf16 product", lambda inputs: bf16(adapt(inputs)), _needs_gpu, Tolerance(1e-2, 2e-2),
-            "half of the work; weight and result rounded to 8 bits",
+            f"{BOUND}half of the work; weight and result rounded to 8 bits",
         ),
     ]  # fmt: skip
 
