@@ -118,6 +118,7 @@ def test_engine_checks_and_times_sets_in_turn(site: Path) -> None:
     assert all(line["rounds"] == 2 and line["step_ms"] > 0 for line in bench)
 
 
+@pytest.mark.slow
 def test_a_set_that_does_not_load_is_recorded_and_left_out(site: Path) -> None:
     path = site / "site" / "sglang" / "benchmark" / "one_batch.py"
     path.write_text(path.read_text().replace('"broken" in', '"hpc_ops" in'))
@@ -137,6 +138,7 @@ def test_server_counts_tokens_and_errors(site: Path) -> None:
     assert code == 1 and load["errors"] == 40 and "wanted" in load["first_errors"][0]
 
 
+@pytest.mark.slow
 def test_a_server_loads_beside_the_workers_and_is_asked_last(site: Path) -> None:
     few = "--batch 1 --steps 8 --rounds 1 --requests 10 --clients 4 --longest-prompt 6"
     code, lines = drive(site, f"engine bench --server hpc {few}")
