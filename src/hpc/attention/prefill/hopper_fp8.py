@@ -242,7 +242,7 @@ def _step(q, kview, tview, k_full, k_empty, t_full, t_empty, p, even, odd, shrin
     even = _plus(even, shrink, pv)
     pv = _pv(p8, tview, vs, 1, MMA)
     pb, sum_b = _exponentials(sb, unit, top)
-    # P V reads the registers of p until here; those of sa are kept too: the code that was measured
+    # P V reads the registers of p until here; those of sa stay out of its way too
     pv, _, pb, _ = warpgroup_mma_wait(0, deps=(pv, sa, pb, p))
     mbarrier.arrive(k_empty.index(ks), count=1)
     mbarrier.arrive(t_empty.index(vs), count=1)
