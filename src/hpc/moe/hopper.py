@@ -31,6 +31,7 @@ from hpc.common.gluon import (
 )
 from hpc.moe.hopper_config import UpConfig
 from hpc.moe.hopper_math import gated, inverse
+from hpc.moe.hopper_ring import advance, hand_over, hand_over_rest
 
 __all__ = ["TensorDescriptor", "UpConfig"]
 
@@ -113,33 +114,14 @@ def _producer(w_desc, x_ptr, xs_ptr, wbuf, xbuf, sbuf, full_bars, empty_bars, ex
                     async_copy.async_copy_global_to_shared(
                         sbuf.index(stage * KS + j), scale_at + (k0 // 128 + j), mask=ok
                     )
-            async_copy.commit_group()
-            async_copy.wait_group(C.LAG)
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(full_bars.index(late), count=1, pred=done >= C.LAG)
-            if done >= C.LAG:
-                late += 1
-                if late == C.STAGES:
-                    late = 0
-            done += 1
-            stage += 1
-            if stage == C.STAGES:
-                stage = 0
-                phase ^= 1
+            late, done = hand_over(full_bars, late, done, C)
+            stage, phase = advance(stage, phase, C)
         if C.SPLIT:
             u += end - begin
         else:
             u += gl.num_programs(0)
         item, begin, end, more = _next_item(u, last, num_items, C)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    barrier()
-    for i in range(gl.minimum(done, C.LAG)):
-        mbarrier.arrive(full_bars.index(late), count=1)
-        late += 1
-        if late == C.STAGES:
-            late = 0
+    hand_over_rest(full_bars, late, done, C)
 
 
 @gluon.jit
@@ -230,10 +212,7 @@ def _products(wtile, xtile, sbuf, full_bars, empty_bars, stage, phase, ws_ptr, c
             barrier()
             mbarrier.arrive(empty_bars.index(stage), count=1)
             acc += d
-        stage += 1
-        if stage == C.STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = advance(stage, phase, C)
     return acc, stage, phase
 
 

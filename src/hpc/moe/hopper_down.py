@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from hpc.common.gluon import barrier, fence_async_shared, mbarrier, pdl_launch, pdl_wait, tma_load
 from hpc.moe.hopper_config import DownConfig
+from hpc.moe.hopper_ring import advance
 
 __all__ = ["DownConfig"]
 
@@ -31,14 +32,14 @@ def _range(num_tiles_ptr, C: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_weights(w_desc, wbuf, bar, stage, expert, h, k0, C: gl.constexpr):
+def fetch_weights(w_desc, wbuf, bar, stage, expert, h, k0, C: gl.constexpr):
     KS: gl.constexpr = C.KS
     for j in gl.static_range(KS):
         tma_load(w_desc, [expert, h, k0 + j * C.BK], bar, wbuf.index(stage * KS + j))
 
 
 @gluon.jit
-def _fetch_rows(a_desc, abuf, bar, stage, start, k0, C: gl.constexpr):
+def fetch_rows(a_desc, abuf, bar, stage, start, k0, C: gl.constexpr):
     KS: gl.constexpr = C.KS
     for j in gl.static_range(KS):
         tma_load(a_desc, [start, k0 + j * C.BK], bar, abuf.index(stage * KS + j))
@@ -57,14 +58,14 @@ def _producer(w_desc, a_desc, wbuf, abuf, full_bars, empty_bars, expert_ptr, sta
             item = first + i // C.KU * step
             tile = item // C.RT
             mbarrier.expect(full_bars.index(i), BYTES)
-            _fetch_weights(w_desc, wbuf, full_bars.index(i), i, gl.load(expert_ptr + tile),
+            fetch_weights(w_desc, wbuf, full_bars.index(i), i, gl.load(expert_ptr + tile),
                            (item - tile * C.RT) * 128, i % C.KU * (C.KS * C.BK), C)  # fmt: skip
     pdl_wait(C.PDL)
     for i in gl.static_range(STAGES):
         if i < units:
             tile = (first + i // C.KU * step) // C.RT
             start = gl.load(start_ptr + tile)
-            _fetch_rows(a_desc, abuf, full_bars.index(i), i, start, i % C.KU * (C.KS * C.BK), C)
+            fetch_rows(a_desc, abuf, full_bars.index(i), i, start, i % C.KU * (C.KS * C.BK), C)
     stage = 0
     phase = 0
     for unit in range(STAGES, units):
@@ -76,12 +77,9 @@ def _producer(w_desc, a_desc, wbuf, abuf, full_bars, empty_bars, expert_ptr, sta
         mbarrier.wait(empty_bars.index(stage), phase)
         full = full_bars.index(stage)
         mbarrier.expect(full, BYTES)
-        _fetch_weights(w_desc, wbuf, full, stage, expert, (item - tile * C.RT) * 128, k0, C)
-        _fetch_rows(a_desc, abuf, full, stage, start, k0, C)
-        stage += 1
-        if stage == C.STAGES:
-            stage = 0
-            phase ^= 1
+        fetch_weights(w_desc, wbuf, full, stage, expert, (item - tile * C.RT) * 128, k0, C)
+        fetch_rows(a_desc, abuf, full, stage, start, k0, C)
+        stage, phase = advance(stage, phase, C)
 
 
 @gluon.jit
@@ -152,10 +150,7 @@ def _consumer(wbuf, abuf, full_bars, empty_bars, ws_ptr, as_ptr, expert_ptr, sta
                 barrier()
                 mbarrier.arrive(empty_bars.index(stage), count=1)
                 acc += d
-            stage += 1
-            if stage == C.STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = advance(stage, phase, C)
         if not C.BLOCK:
             acc = acc * scale
         y = gl.convert_layout(acc.to(gl.bfloat16), OUT)

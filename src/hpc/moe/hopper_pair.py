@@ -22,16 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from hpc.common.gluon import barrier, fence_async_shared, mbarrier, pdl_launch, pdl_wait, tma_load
 from hpc.moe.hopper_math import gated, inverse
-
-
-@gluon.jit
-def _advance(stage, phase, C: gl.constexpr):
-    """The next stage of the ring and its phase."""
-    stage += 1
-    if stage == C.STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
+from hpc.moe.hopper_ring import advance, hand_over, hand_over_rest
 
 
 @gluon.jit
@@ -68,48 +59,32 @@ def _up_producer(w_desc, x_ptr, xs_ptr, wbuf, xbuf, sbuf, full_bars, empty_bars,
             async_copy.async_copy_global_to_shared(xbuf.index(stage), row_at + k * 128, mask=inside)
             if C.BLOCK:
                 async_copy.async_copy_global_to_shared(sbuf.index(stage), scale_at + k, mask=sn < rows)
-            async_copy.commit_group()
-            async_copy.wait_group(C.LAG)
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(full_bars.index(late), count=1, pred=done >= C.LAG)
-            if done >= C.LAG:
-                late += 1
-                if late == C.STAGES:
-                    late = 0
-            done += 1
-            stage, phase = _advance(stage, phase, C)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    barrier()
-    for _ in range(gl.minimum(done, C.LAG)):
-        mbarrier.arrive(full_bars.index(late), count=1)
-        late += 1
-        if late == C.STAGES:
-            late = 0
+            late, done = hand_over(full_bars, late, done, C)
+            stage, phase = advance(stage, phase, C)
+    hand_over_rest(full_bars, late, done, C)
 
 
 @gluon.jit
-def _sum_of(x, w, d):
+def sum_of(x, w, d):
     """x w^T in a fresh accumulator; d gives its registers."""
     return warpgroup_mma_wait(0, deps=[warpgroup_mma(x, w.permute([1, 0]), d, use_acc=False, is_async=True)])
 
 
 @gluon.jit
-def _added(acc, d):
+def added(acc, d):
     """acc + d before anything that follows: left to itself LLVM adds up at the end of a stage, with every fresh
     accumulator alive until then. The wait has nothing to wait for."""
     return warpgroup_mma_wait(0, deps=[acc + d])
 
 
 @gluon.jit
-def _pass_on(full_bars, empty_bars, stage, phase, C: gl.constexpr):
+def pass_on(full_bars, empty_bars, stage, phase, C: gl.constexpr):
     """(stage, phase) after an item of which this warpgroup has no rows."""
     for _ in range(0, C.KB):
         mbarrier.wait(full_bars.index(stage), phase)
         barrier()
         mbarrier.arrive(empty_bars.index(stage), count=1)
-        stage, phase = _advance(stage, phase, C)
+        stage, phase = advance(stage, phase, C)
     return stage, phase
 
 
@@ -153,11 +128,11 @@ def _up_sums(wtile, xtile, stile, full_bars, empty_bars, stage, phase, ws_ptr, c
         for i in gl.static_range(2 * SPANS):
             w = wtile.index(stage * 2 + i // SPANS)
             if SPANS == 1:
-                d = _sum_of(x, w, d)
+                d = sum_of(x, w, d)
             else:
                 x_part = x.slice(i % SPANS * WIDTH, WIDTH, dim=1)
                 w_part = w.slice(i % SPANS * WIDTH, WIDTH, dim=1)
-                d = _sum_of(x_part, w_part, d)
+                d = sum_of(x_part, w_part, d)
             if i == 2 * SPANS - 1:
                 barrier()
                 mbarrier.arrive(empty_bars.index(stage), count=1)
@@ -165,14 +140,14 @@ def _up_sums(wtile, xtile, stile, full_bars, empty_bars, stage, phase, ws_ptr, c
             if C.BLOCK:
                 scaled = d * (tokens * gl.where(is_up, up0 if i < SPANS else up1, gate))
             if i < SPANS:
-                acc0 = _added(acc0, scaled)
+                acc0 = added(acc0, scaled)
             else:
-                acc1 = _added(acc1, scaled)
+                acc1 = added(acc1, scaled)
         if C.BLOCK:
             gate = next_gate
             up0 = next_up0
             up1 = next_up1
-        stage, phase = _advance(stage, phase, C)
+        stage, phase = advance(stage, phase, C)
     return acc0, acc1, stage, phase
 
 
@@ -240,7 +215,7 @@ def _up_consumer(GROUP: gl.constexpr, wtile, xtile, stile, full_bars, empty_bars
             _store_act_rows(h0, a_ptr, start, FIRST, rows, column, stride_a, C)
             _store_act_rows(h1, a_ptr, start, FIRST, rows, column + 64, stride_a, C)
         else:
-            stage, phase = _pass_on(full_bars, empty_bars, stage, phase, C)
+            stage, phase = pass_on(full_bars, empty_bars, stage, phase, C)
 
 
 @gluon.jit(

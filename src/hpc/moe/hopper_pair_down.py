@@ -9,8 +9,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from hpc.common.gluon import barrier, fence_async_shared, mbarrier, pdl_launch, pdl_wait
-from hpc.moe.hopper_down import _fetch_rows, _fetch_weights
-from hpc.moe.hopper_pair import _added, _advance, _pass_on, _sum_of
+from hpc.moe.hopper_down import fetch_rows, fetch_weights
+from hpc.moe.hopper_pair import added, pass_on, sum_of
+from hpc.moe.hopper_ring import advance
 
 
 @gluon.jit
@@ -27,13 +28,13 @@ def _producer(w_desc, a_desc, wbuf, abuf, full_bars, empty_bars, expert_ptr, sta
             item = first + i // C.KB * step
             tile = item // C.RT
             mbarrier.expect(full_bars.index(i), BYTES)
-            _fetch_weights(w_desc, wbuf, full_bars.index(i), i, gl.load(expert_ptr + tile),
+            fetch_weights(w_desc, wbuf, full_bars.index(i), i, gl.load(expert_ptr + tile),
                            (item - tile * C.RT) * 256, i % C.KB * C.BK, C)  # fmt: skip
     pdl_wait(C.PDL)
     for i in gl.static_range(STAGES):
         if i < units:
             start = gl.load(start_ptr + (first + i // C.KB * step) // C.RT)
-            _fetch_rows(a_desc, abuf, full_bars.index(i), i, start, i % C.KB * C.BK, C)
+            fetch_rows(a_desc, abuf, full_bars.index(i), i, start, i % C.KB * C.BK, C)
     stage = 0
     phase = 0
     for unit in range(STAGES, units):
@@ -45,9 +46,9 @@ def _producer(w_desc, a_desc, wbuf, abuf, full_bars, empty_bars, expert_ptr, sta
         mbarrier.wait(empty_bars.index(stage), phase)
         full = full_bars.index(stage)
         mbarrier.expect(full, BYTES)
-        _fetch_weights(w_desc, wbuf, full, stage, expert, (item - tile * C.RT) * 256, k0, C)
-        _fetch_rows(a_desc, abuf, full, stage, start, k0, C)
-        stage, phase = _advance(stage, phase, C)
+        fetch_weights(w_desc, wbuf, full, stage, expert, (item - tile * C.RT) * 256, k0, C)
+        fetch_rows(a_desc, abuf, full, stage, start, k0, C)
+        stage, phase = advance(stage, phase, C)
 
 
 @gluon.jit
@@ -69,16 +70,16 @@ def _block_sums(wtile, atile, full_bars, empty_bars, stage, phase, ws_ptr, secon
         next_scale1 = gl.load(ws_ptr + second + group)
         mbarrier.wait(full_bars.index(stage), phase)
         a = atile.index(stage * 2 + GROUP)
-        d = _sum_of(a, wtile.index(stage * 2), d)
-        acc0 = _added(acc0, d * gl.expand_dims(token * scale0, 1))
-        d = _sum_of(a, wtile.index(stage * 2 + 1), d)
+        d = sum_of(a, wtile.index(stage * 2), d)
+        acc0 = added(acc0, d * gl.expand_dims(token * scale0, 1))
+        d = sum_of(a, wtile.index(stage * 2 + 1), d)
         barrier()
         mbarrier.arrive(empty_bars.index(stage), count=1)
-        acc1 = _added(acc1, d * gl.expand_dims(token * scale1, 1))
+        acc1 = added(acc1, d * gl.expand_dims(token * scale1, 1))
         token = next_token
         scale0 = next_scale0
         scale1 = next_scale1
-        stage, phase = _advance(stage, phase, C)
+        stage, phase = advance(stage, phase, C)
     return acc0, acc1, stage, phase
 
 
@@ -97,7 +98,7 @@ def _tensor_sums(wtile, atile, full_bars, empty_bars, stage, phase, GROUP: gl.co
         barrier()
         mbarrier.arrive(empty_bars.index(before), count=1, pred=k > 0)
         before = stage + 0
-        stage, phase = _advance(stage, phase, C)
+        stage, phase = advance(stage, phase, C)
     acc0, acc1 = warpgroup_mma_wait(0, deps=(acc0, acc1))
     barrier()
     mbarrier.arrive(empty_bars.index(before), count=1)
@@ -152,7 +153,7 @@ def _consumer(GROUP: gl.constexpr, wtile, atile, full_bars, empty_bars, ws_ptr, 
             _store_rows(acc0, y_ptr, pair, on < rows, column, C)
             _store_rows(acc1, y_ptr, pair, on < rows, column + 128, C)
         else:
-            stage, phase = _pass_on(full_bars, empty_bars, stage, phase, C)
+            stage, phase = pass_on(full_bars, empty_bars, stage, phase, C)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "ws_rows", "ws_cols"], do_not_specialize_on_alignment=["ws_ptr"])

@@ -17,16 +17,13 @@ def test_every_group_packs_into_whole_tiles(group: int) -> None:
         assert pack == most or group // pack % 2 == 1, "the largest power of two that divides the group"
 
 
-@pytest.mark.parametrize("preferred", [frozenset(), frozenset({"bf16"}), frozenset({"bf16", "fp8"})])
-def test_every_case_has_a_legal_plan(preferred: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "PREFERS_SM90", preferred)
+def test_every_case_has_a_legal_plan() -> None:
     for case in case_lists.gpu_cases() + case_lists.target_cases() + case_lists.bench_cases():
         for sm90 in (True, False):
             key = cases.key_of(case.params, sm90)
             chosen = plan.choose(key)
             assert plan.is_legal(chosen, key) is None
-            taken = case.params.dtype in preferred and plan.is_legal(plan.sm90(key), key) is None
-            assert (chosen.backend == "sm90") == taken
+            assert (chosen.backend == "sm90") == (plan.is_legal(plan.sm90(key), key) is None)
             assert plan.is_legal(plan.portable(key), key) is None
 
 

@@ -13,9 +13,6 @@ HEADER_WORDS = 8
 ENTRY_WORDS = 8
 LONGEST = 2**31 - 1 - 1024  # keys of a request: block ends stay in 32 bits
 
-# Of "bf16" and "fp8": whose calls take the SM90 kernel where it is legal.
-PREFERS_SM90 = frozenset({"bf16", "fp8"})
-
 TMA_HEAD_DIMS = (64, 128, 256)
 TMA_PAGE_SIZES = (16, 32, 64, 128, 256)
 
@@ -114,11 +111,9 @@ def is_legal(plan: Plan, key: Key) -> str | None:
 
 
 def choose(key: Key) -> Plan:
-    """The plan for a call."""
+    """The plan for a call: the SM90 kernel where it is legal."""
     chosen = sm90(key)
-    if ("fp8" if key.fp8 else "bf16") in PREFERS_SM90 and is_legal(chosen, key) is None:
-        return chosen
-    return portable(key)
+    return chosen if is_legal(chosen, key) is None else portable(key)
 
 
 def sm90(key: Key) -> Plan:
