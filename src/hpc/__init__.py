@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time the table below 
     from hpc.moe import (
         count_and_gather,
         fuse_moe,
+        fuse_moe_bf16,
         fuse_moe_blockwise,
         fuse_moe_blockwise_fp8,
         fuse_moe_pertensor_fp8,
@@ -58,6 +59,7 @@ _PUBLIC: dict[str, str] = {
     "attention_with_kvcache_prefill_fp8": "hpc.attention",
     "count_and_gather": "hpc.moe",
     "fuse_moe": "hpc.moe",
+    "fuse_moe_bf16": "hpc.moe",
     "fuse_moe_blockwise": "hpc.moe",
     "fuse_moe_blockwise_fp8": "hpc.moe",
     "fuse_moe_pertensor_fp8": "hpc.moe",
@@ -93,6 +95,7 @@ __all__ = [
     "attention_with_kvcache_prefill_fp8",
     "count_and_gather",
     "fuse_moe",
+    "fuse_moe_bf16",
     "fuse_moe_blockwise",
     "fuse_moe_blockwise_fp8",
     "fuse_moe_pertensor_fp8",

@@ -38,12 +38,25 @@ CASES: dict[str, tuple[int, int, int, int, bool, str | None]] = {
     "tensor tile 16, I = 80": (64, 128, 2048, 80, False, None),
     "tensor portable": (64, 128, 2048, 768, False, "portable"),
     "block portable": (1024, 128, 2048, 80, True, "portable"),
+    "bf16 portable": (64, 128, 2048, 768, False, "portable"),
+    "bf16 portable, many rows": (2048, 32, 2048, 768, False, "portable"),
+    "tensor portable, all parts": (64, 128, 2048, 768, False, "portable"),
+    "tensor no combine": (512, 192, 4096, 192, False, None),
 }
+# What more these calls ask for, by `MoeCase` field.
+PARTS: dict[str, dict[str, Any]] = {
+    "bf16 portable": {"bf16_weights": True, "bias": "bfloat16"},
+    "bf16 portable, many rows": {"bf16_weights": True},
+    "tensor portable, all parts": {
+        "static": False, "bf16_input": True, "bias": "float32", "weight_on_input": True, "swiglu_alpha": 1.702,
+    },
+    "tensor no combine": {"no_combine": True},
+}  # fmt: skip
 INSTRUCTIONS = {
     "tma": r"cp\.async\.bulk\.tensor",
     "cp.async": r"cp\.async\.c[ag]",
     "wgmma e4m3": r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3",
-    "matrix f16": r"(?:wgmma\.mma_async|mma\.sync)\S*\.f32\.f16\.f16",
+    "matrix f16": r"(?:wgmma\.mma_async|mma\.sync)\S*\.f32\.(?:f16\.f16|bf16\.bf16)",
     "griddepcontrol.wait": r"griddepcontrol\.wait",
 }
 
@@ -75,10 +88,11 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         )
 
     tokens, experts, hidden, inter, block, backend = CASES[name]
-    params = MoeCase(tokens, experts, hidden, inter, block=block)
+    params = MoeCase(tokens, experts, hidden, inter, block=block, **PARTS.get(name, {}))
     chosen = None
     if backend == "portable":
-        chosen = plan.Plan(backend, 32 if block else 16, 128, tokens * 8 <= plan.FUSED_PAIRS)
+        tile = 64 if "many rows" in name else 32 if block else 16
+        chosen = plan.Plan(backend, tile, 128, tokens * 8 <= plan.FUSED_PAIRS)
     elif backend is not None:
         chosen = plan.alternatives(warm.key_of(params, "sm90"))[backend]
     with mock.patch.object(triton.knobs.compilation, "listener", listener):

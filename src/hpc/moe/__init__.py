@@ -1,4 +1,4 @@
-"""Fused FP8 MoE: the public names, loaded on first use."""
+"""Fused MoE: the public names, loaded on first use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time the table below decides
     from hpc.moe.api import fuse_moe, fuse_moe_blockwise, fuse_moe_blockwise_fp8, fuse_moe_pertensor_fp8
+    from hpc.moe.api_bf16 import fuse_moe_bf16
     from hpc.moe.api_parts import count_and_gather, reduce
     from hpc.moe.api_setup import get_fuse_moe_scratch_size, pad_moe_weights
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time the table below 
 _PUBLIC: dict[str, str] = {
     "count_and_gather": "hpc.moe.api_parts",
     "fuse_moe": "hpc.moe.api",
+    "fuse_moe_bf16": "hpc.moe.api_bf16",
     "fuse_moe_blockwise": "hpc.moe.api",
     "fuse_moe_blockwise_fp8": "hpc.moe.api",
     "fuse_moe_pertensor_fp8": "hpc.moe.api",
@@ -25,6 +27,7 @@ _PUBLIC: dict[str, str] = {
 __all__ = [
     "count_and_gather",
     "fuse_moe",
+    "fuse_moe_bf16",
     "fuse_moe_blockwise",
     "fuse_moe_blockwise_fp8",
     "fuse_moe_pertensor_fp8",

@@ -41,12 +41,13 @@ class Call:
         self.pdl = key.sm90
         self.scales, self.interpret = scales, interpret
         self.gate = (key.activation, key.swiglu_limit or 0.0, key.swiglu_alpha or 0.0)
-        self._quantise = self._input() if key.bf16_input else None
+        self._quantise = self._input() if key.quantised_input else None
         if chosen.backend == "tiny":
             self.steps: tuple[Launch, ...] = self._tiny(shared, stride_out)
         else:
             products = self._sm90() if chosen.backend == "sm90" else self._portable()
-            self.steps = (self._index_build(), *products, self._weighted_sum(shared, stride_out))
+            end = self._weighted_sum(shared, stride_out) if key.combined else self._no_sum()
+            self.steps = (self._index_build(), *products, end)
 
     def run(self, args: Arguments, factor: float, out: torch.Tensor) -> None:
         """Launch on the current stream of the tensors' device."""
@@ -82,22 +83,20 @@ class Call:
             quantise._moe_quantise_kernel, NAME, num_warps=max(1, groups // 4), launch_pdl=self.pdl
         )
         grid = (key.num_tokens, plan.ceil_div(columns, groups), 1)
-        fixed = (key.hidden, columns, groups, key.block_scales, key.hardware_fp8, self.pdl)
+        fixed = (key.hidden, columns, groups, key.x_groups, key.hardware_fp8, self.pdl)
 
         def run(stream: int, args: Arguments, scratch: torch.Tensor) -> Arguments:
             bits = scratch[layout.xq : layout.xq + key.num_tokens * key.hidden].view(
                 key.num_tokens, key.hidden
             )
             scale = args.input_scale
-            if key.block_scales:
+            if key.x_groups:
                 scale = scratch.view(torch.float32)[layout.xs // 4 :][: key.num_tokens * columns]
             if kernel.compiled:
                 kernel(grid, stream, (args.x.data_ptr(), scale.data_ptr(), bits.data_ptr(), *fixed))
             else:
                 kernel(grid, stream, (args.x, scale, bits, *fixed))
-            return replace(
-                args, x=bits.view(torch.float8_e4m3fn), x_scale=scale if key.block_scales else None
-            )
+            return replace(args, x=bits.view(torch.float8_e4m3fn), x_scale=scale if key.x_groups else None)
 
         return run
 
@@ -113,7 +112,8 @@ class Call:
         grid = (layout.num_chunks, 1, 1)
         ids = (pairs, key.num_experts, self.first_expert)
         cols = min(32, bins)
-        fixed = (bins, chunk, plan.power_of_two(pairs), chosen.tile, chosen.fused_index, True, self.pdl)
+        drop = key.weighted  # pairs of weight 0
+        fixed = (bins, chunk, plan.power_of_two(pairs), chosen.tile, chosen.fused_index, drop, self.pdl)
         fields = ("counts", "totals", "expert", "start", "rows", "num_tiles", "pair", "row", "counters")
 
         def run(
@@ -126,7 +126,7 @@ class Call:
             else:
                 at, routing = self._words(scratch, *fields), (args.topk_ids, args.topk_scale)
             if not chosen.fused_index:
-                count(grid, stream, (*routing, at[0], *ids, bins, chunk, True, self.pdl))
+                count(grid, stream, (*routing, at[0], *ids, bins, chunk, drop, self.pdl))
                 scan(
                     (bins // cols, 1, 1), stream, (at[0], at[1], layout.num_chunks, bins, cols, 32, self.pdl)
                 )
@@ -138,7 +138,8 @@ class Call:
         from hpc.moe import kernels
 
         key, chosen, layout = self.key, self.plan, self.layout
-        block_k = 128 if chosen.tile <= 32 else 64
+        # 64 columns of BF16 are 128 bytes; a dynamic scale's sums take registers of their own
+        block_k = 64 if chosen.tile > 32 or key.bf16_weights or key.dynamic_input or key.dynamic_act else 128
         options = {"num_warps": 8 if chosen.tile > 16 else 4, "num_stages": 3, "launch_pdl": self.pdl}
         gate_up = Kernel(kernels._moe_gate_up_kernel, NAME, **options)
         down = Kernel(kernels._moe_down_kernel, NAME, **options)
@@ -151,11 +152,12 @@ class Call:
         sizes = (key.hidden, key.inter, layout.act_stride)
         up_fixed = (
             key.pairs, key.top_k, *sizes, plan.ceil_div(key.hidden, 128), w13_rows, w13_cols,
-            chosen.tile, block_k, key.block_scales, key.bf16_mul, *self.gate, key.hardware_fp8, self.pdl,
-            self.interpret,
+            chosen.tile, block_k, key.block_scales, key.x_groups, key.act_groups, key.bf16_weights, key.bf16_mul,
+            *self.gate, key.hardware_fp8, self.pdl, self.interpret,
         )  # fmt: skip
         down_fixed = (
-            key.pairs, *sizes, w2_rows, w2_cols, chosen.tile, 128, block_k, key.block_scales, self.pdl, self.interpret,
+            key.pairs, *sizes, w2_rows, w2_cols, chosen.tile, 128, block_k, key.block_scales, key.act_groups,
+            key.bf16_weights, self.pdl, self.interpret,
         )  # fmt: skip
         tiles = ("expert", "start", "rows", "num_tiles", "pair")
 
@@ -163,22 +165,27 @@ class Call:
             stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
         ) -> None:
             tensors = (args.x, args.x_scale, args.w13, args.w13_scale, args.act_scale, args.w2, args.w2_scale)
+            parts = (args.w13_bias, args.topk_scale if key.weight_on_input else None, args.w2_bias)
             if down.compiled:
                 base = scratch.data_ptr()
                 x, xs, w13, s13, act, w2, s2 = (base if t is None else t.data_ptr() for t in tensors)
+                b13, weight, b2 = (None if t is None else t.data_ptr() for t in parts)
                 lists = [base + getattr(layout, name) for name in tiles]
-                a, a_scale, y = (base + getattr(layout, name) for name in ("act", "act_scale", "y"))
+                a, a_scale = base + layout.act, base + layout.act_scale
+                y = base + layout.y if key.combined else out.data_ptr()
             else:
                 floats = scratch.view(torch.float32)
                 x, xs, w13, s13, act, w2, s2 = (
                     floats if t is None else t.view(torch.uint8) if t.element_size() == 1 else t
                     for t in tensors
                 )
+                b13, weight, b2 = parts
                 lists = self._words(scratch, *tiles)
                 a, a_scale = scratch[layout.act :], floats[layout.act_scale // 4 :]
-                y = scratch.view(torch.bfloat16)[layout.y // 2 :]
-            gate_up(grids[0], stream, (x, xs, w13, s13, act, *lists, a, a_scale, *up_fixed))
-            down(grids[1], stream, (a, a_scale, w2, s2, *lists, y, *down_fixed))
+                a = a.view(torch.bfloat16) if key.bf16_weights else a
+                y = self._results(scratch, out)
+            gate_up(grids[0], stream, (x, xs, w13, s13, act, b13, weight, *lists, a, a_scale, *up_fixed))
+            down(grids[1], stream, (a, a_scale, w2, s2, b2, *lists, y, *down_fixed))
 
         return (run,)
 
@@ -208,7 +215,7 @@ class Call:
         a_shape, a_strides = [key.pairs, inter], [layout.act_stride, 1]
         tiles = ("expert", "start", "rows", "num_tiles", "pair")
         up_places = [getattr(layout, name) for name in (*tiles, "counters", "parts", "act", "act_scale")]
-        down_places = [getattr(layout, name) for name in ("act_scale", *tiles, "y")]
+        down_places = [getattr(layout, name) for name in ("act_scale", *tiles)]
 
         def run_up(
             stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
@@ -248,7 +255,9 @@ class Call:
                         activations.clear()
                     if not isinstance(a_desc[0], TmaTensor):  # that one would keep the scratch alive
                         activations[base] = a_desc
+                assert args.w2_scale is not None
                 scale, places = args.w2_scale.data_ptr(), [base + at for at in down_places]
+                places.append(base + layout.y if key.combined else out.data_ptr())
             else:
                 act = scratch[layout.act :].view(torch.float8_e4m3fn)
                 box = [1, 256 if down.PAIR else 128, down.BK]
@@ -257,7 +266,7 @@ class Call:
                 scale = args.w2_scale
                 places = [
                     scratch.view(torch.float32)[layout.act_scale // 4 :], *self._words(scratch, *tiles),
-                    scratch.view(torch.bfloat16)[layout.y // 2 :],
+                    self._results(scratch, out),
                 ]  # fmt: skip
             product(down_grid, stream, (*w_desc, *a_desc, scale, *places, *down_fixed))
 
@@ -343,6 +352,10 @@ class Call:
 
         return run_up, run_down
 
+    def _results(self, scratch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """y [pairs, H]: in the scratch, or the result itself."""
+        return scratch.view(torch.bfloat16)[self.layout.y // 2 :] if self.key.combined else out
+
     def _activations(self, scratch: torch.Tensor) -> torch.Tensor:
         """What lies between the tiny kernels: e4m3 bits, or fp32 values with block scales."""
         act = scratch[self.layout.act :]
@@ -364,13 +377,35 @@ class Call:
             if kernel.compiled:
                 base = scratch.data_ptr()
                 pointers: tuple[Any, ...] = (
-                    base + layout.y, base + layout.row, args.topk_scale.data_ptr(),
+                    base + layout.y, base + layout.row, args.topk_scale.data_ptr() if key.weighted else None,
                     base if args.shared_output is None else args.shared_output.data_ptr(), out.data_ptr(),
                 )  # fmt: skip
             else:
-                y = scratch.view(torch.bfloat16)[layout.y // 2 :]
+                y = self._results(scratch, out)
                 other = y if args.shared_output is None else args.shared_output
-                pointers = (y, *self._words(scratch, "row"), args.topk_scale, other, out)
+                weights = args.topk_scale if key.weighted else None
+                pointers = (y, *self._words(scratch, "row"), weights, other, out)
             kernel(grid, stream, (*pointers, key.pairs, key.hidden, stride_out, factor, *fixed))
+
+        return run
+
+    def _no_sum(self) -> Launch:
+        """The down product has written the result; pairs of other ranks get zeros."""
+        from hpc.moe import route
+
+        key, layout = self.key, self.layout
+        block = min(1024, plan.power_of_two(key.hidden))
+        kernel = Kernel(route._moe_clear_kernel, NAME, num_warps=max(1, block // 256), launch_pdl=self.pdl)
+        grid = (key.pairs, plan.ceil_div(key.hidden, block), 1)
+        fixed = (key.hidden, block, self.pdl)
+
+        def run(
+            stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
+        ) -> None:
+            if kernel.compiled:
+                pointers: tuple[Any, ...] = (scratch.data_ptr() + layout.row, out.data_ptr())
+            else:
+                pointers = (*self._words(scratch, "row"), out)
+            kernel(grid, stream, (*pointers, *fixed))
 
         return run

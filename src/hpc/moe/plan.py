@@ -58,6 +58,35 @@ class Key:
     activation: str = "silu"  # of the gate, one of ACTIVATIONS
     swiglu_limit: float | None = None
     swiglu_alpha: float | None = None
+    bf16_weights: bool = False  # then nothing is quantised
+    dynamic_input: bool = (
+        False  # BF16 x gets a scale for each 128 columns of a row, weights have one an expert
+    )
+    dynamic_act: bool = False  # the activations likewise
+    up_bias: bool = False
+    down_bias: bool = False
+    weight_on_input: bool = False  # the router's weight multiplies x, not y
+    combined: bool = True  # False: y of every pair is the result
+
+    @property
+    def quantised_input(self) -> bool:
+        """x becomes e4m3 inside."""
+        return self.bf16_input and not self.bf16_weights
+
+    @property
+    def x_groups(self) -> bool:
+        """e4m3 x has a scale for each 128 columns of a row."""
+        return self.block_scales or self.dynamic_input
+
+    @property
+    def act_groups(self) -> bool:
+        """The activations have a scale for each 128 columns of a row."""
+        return self.block_scales or self.dynamic_act
+
+    @property
+    def weighted(self) -> bool:
+        """The router's weight multiplies y, so a pair of weight 0 need not be computed."""
+        return self.combined and not self.weight_on_input
 
     @property
     def pairs(self) -> int:
@@ -124,10 +153,24 @@ class Plan:
     tiny: Tiny | None = None
 
 
+def portable_reason(key: Key) -> str | None:
+    """Which part of the call only the portable kernels have, or None."""
+    parts = {
+        "BF16 weights": key.bf16_weights,
+        "scales found inside beside one scale an expert": key.dynamic_input or key.dynamic_act,
+        "a bias": key.up_bias or key.down_bias,
+        "the router's weight on the input": key.weight_on_input,
+    }
+    found = [name for name, asked in parts.items() if asked]
+    return f"only the portable kernels know {' and '.join(found)}" if found else None
+
+
 def sm90_reason(key: Key) -> str | None:
     """Why the SM90 kernels cannot run `key`, or None."""
     if not key.sm90:
         return "needs a GPU of compute capability 9.x"
+    if (reason := portable_reason(key)) is not None:
+        return reason
     if key.block_scales and key.inter % 64:
         return "with block scales, I must be a multiple of 64: the blocks of gate and up rows would not meet tiles"
     return None
@@ -137,6 +180,10 @@ def tiny_reason(tiny: Tiny | None, key: Key) -> str | None:
     """Why the kernels for a handful of tokens cannot run `key`, or None."""
     if tiny is None:
         return "no sizes for the tiny kernels"
+    if not key.combined:
+        return "the tiny kernels add up the experts of a token as they go"
+    if (reason := portable_reason(key)) is not None:
+        return reason
     if key.top_k > TINY_TOP_K or key.pairs > 65535:
         return f"at most {TINY_TOP_K} experts a token and 65535 pairs"
     if 16 % tiny.up_rows or 64 % tiny.down_cols:
@@ -206,8 +253,10 @@ def choose(key: Key) -> Plan:
     fused = key.pairs <= FUSED_PAIRS
     chunk = index_chunk(key.pairs)
     rows = key.rows_per_expert
-    if key.sm90 and key.pairs <= TINY_PAIRS and key.inter <= TINY_INTER and key.top_k <= TINY_TOP_K:
-        return Plan("tiny", 16, chunk, fused, tiny=Tiny(4, 1024, 4, 32, 8))
+    tiny = Tiny(4, 1024, 4, 32, 8)
+    few = key.sm90 and key.pairs <= TINY_PAIRS and key.inter <= TINY_INTER
+    if few and tiny_reason(tiny, key) is None:
+        return Plan("tiny", 16, chunk, fused, tiny=tiny)
     if sm90_reason(key) is None:
         tile, up, down = choose_sm90(key)
         return Plan("sm90", tile, chunk, fused, up, down)
@@ -419,6 +468,8 @@ def scratch(key: Key, plan: Plan) -> Scratch:
         halves = 2 if key.block_scales else 1
         num_counters = max_tiles * ceil_div(key.inter, 64 * halves)
         parts = 4 * 128 * plan.tile * halves * 2 * plan.up.per_sm * key.sms
+    act_bytes = 2 if key.bf16_weights else 4 if plan.backend == "tiny" and key.block_scales else 1
+    columns = ceil_div(key.hidden, 128)
     sizes = {
         "counts": 0 if plan.fused_index else 4 * chunks * bins,
         "totals": 4 * bins,
@@ -429,12 +480,12 @@ def scratch(key: Key, plan: Plan) -> Scratch:
         "pair": 4 * pairs,
         "row": 4 * pairs,
         "counters": 4 * num_counters,
-        "act": pairs * act_stride * (4 if plan.backend == "tiny" and key.block_scales else 1),
-        "act_scale": 4 * pairs * key.groups if key.block_scales else 0,
+        "act": pairs * act_stride * act_bytes,
+        "act_scale": 4 * pairs * key.groups if key.act_groups else 0,
         "parts": parts,
-        "y": 0 if plan.backend == "tiny" else 2 * pairs * key.hidden,
-        "xq": key.num_tokens * key.hidden if key.bf16_input else 0,
-        "xs": 4 * key.num_tokens * ceil_div(key.hidden, 128) if key.bf16_input and key.block_scales else 0,
+        "y": 2 * pairs * key.hidden if plan.backend != "tiny" and key.combined else 0,
+        "xq": key.num_tokens * key.hidden if key.quantised_input else 0,
+        "xs": 4 * key.num_tokens * columns if key.quantised_input and key.x_groups else 0,
     }
     offsets, at = {}, 0
     for name, size in sizes.items():

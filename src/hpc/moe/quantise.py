@@ -9,12 +9,12 @@ from hpc.moe.kernels import e4m3_bytes
 
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr"])
 def _moe_quantise_kernel(
-    x_ptr, scale_ptr, q_ptr, H, columns, GROUPS: tl.constexpr, BLOCK_SCALES: tl.constexpr, HARDWARE: tl.constexpr,
+    x_ptr, scale_ptr, q_ptr, H, columns, GROUPS: tl.constexpr, DYNAMIC: tl.constexpr, HARDWARE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, ceil(H / (128 GROUPS))): e4m3 bits of a token's columns.
 
-    Block scales: s = max(max|x|, 1e-10) / 448 over 128 columns, to scale_ptr [tokens, columns], and q = e4m3(x / s).
+    DYNAMIC: s = max(max|x|, 1e-10) / 448 over 128 columns, to scale_ptr [tokens, columns], and q = e4m3(x / s).
     Else q = e4m3(x * (1 / scale_ptr[0])).
     """
     pdl_wait(PDL)
@@ -23,7 +23,7 @@ def _moe_quantise_kernel(
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     h = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + t * H + h, mask=h < H, other=0.0).to(tl.float32)
-    if BLOCK_SCALES:
+    if DYNAMIC:
         s = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / 448.0
         tl.store(scale_ptr + t * columns + g, s, mask=g < columns)
         x = x / s[:, None]

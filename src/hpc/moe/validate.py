@@ -19,14 +19,15 @@ PAD_REMEDY = "Pad the weights with zeros, or split experts over ranks instead of
 class Arguments:
     """The tensors of one call, by role.
 
-    Block scales: `act_scale` None, and `x_scale` given unless x is BF16. One scale a tensor: `act_scale` given.
+    `kind` says what the weights are: "tensor", e4m3 with one scale an expert; "block", e4m3 with 128x128 block scales,
+    then with `x_scale` unless x is BF16; "bf16", without scales.
     """
 
     x: torch.Tensor
     w13: torch.Tensor
     w2: torch.Tensor
-    w13_scale: torch.Tensor
-    w2_scale: torch.Tensor
+    w13_scale: torch.Tensor | None
+    w2_scale: torch.Tensor | None
     topk_ids: torch.Tensor
     topk_scale: torch.Tensor
     x_scale: torch.Tensor | None
@@ -34,6 +35,9 @@ class Arguments:
     shared_output: torch.Tensor | None
     output: torch.Tensor | None
     input_scale: torch.Tensor | None = None  # BF16 x with one scale a tensor
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+    kind: str = "tensor"
 
 
 # The names under which the public functions take the roles, for error texts.
@@ -43,16 +47,18 @@ BLOCK_NAMES = {"w13_scale": "gate_up_weight_scale", "w2_scale": "down_weight_sca
 
 def call(
     function: str, args: Arguments, rank_ep: int, num_expert_total: int, use_bf16_mul: bool, activation: str = "silu",
-    swiglu_limit: float | None = None, swiglu_alpha: float | None = None,
+    swiglu_limit: float | None = None, swiglu_alpha: float | None = None, no_combine: bool = False,
+    weight_on_input: bool = False,
 ) -> plan.Key:  # fmt: skip
     """Check every argument; the key that decides the plan."""
-    block = args.act_scale is None
+    block, wide = args.kind == "block", args.kind == "bf16"
     names = BLOCK_NAMES if block else PER_TENSOR_NAMES
-    checks.dtype(function, "x", args.x, (FP8, torch.bfloat16))
+    checks.dtype(function, "x", args.x, torch.bfloat16 if wide else (FP8, torch.bfloat16))
     checks.ndim(function, "x", args.x, 2)
     checks.contiguous(function, "x", args.x)
-    checks.dtype(function, "gate_up_weight", args.w13, FP8)
-    checks.dtype(function, "down_weight", args.w2, FP8)
+    for name, weight in (("gate_up_weight", args.w13), ("down_weight", args.w2)):
+        remedy = "fuse_moe is for e4m3 weights." if wide else "fuse_moe_bf16 is for BF16 weights."
+        checks.dtype(function, name, weight, torch.bfloat16 if wide else FP8, remedy)
     checks.ndim(function, "gate_up_weight", args.w13, 3)
     num_tokens, hidden = args.x.shape
     experts, inter = args.w13.shape[0], args.w13.shape[1] // 2
@@ -64,33 +70,29 @@ def call(
     _routing(function, args, num_tokens)
     if block:
         _block_scales(function, args, names, experts, hidden, inter, num_tokens)
-    else:
+    elif not wide:
         for role in ("w13_scale", "w2_scale"):
             _float32(function, names[role], getattr(args, role), (experts,))
-        assert args.act_scale is not None
-        checks.dtype(function, "act_and_mul_scale", args.act_scale, torch.float32)
-        if args.act_scale.numel() != 1:
-            fail(
-                function,
-                "act_and_mul_scale",
-                expected="one float32 value",
-                got=f"{args.act_scale.numel()} values",
-            )
+        if args.act_scale is not None:
+            _one_value(function, "act_and_mul_scale", args.act_scale)
         _input_scale(function, args)
-    for name in ("shared_output", "output"):
-        tensor = getattr(args, name)
-        if tensor is not None:
-            checks.dtype(function, name, tensor, torch.bfloat16)
-            checks.shape(function, name, tensor, (num_tokens, hidden))
-    if args.shared_output is not None:
-        checks.contiguous(function, "shared_output", args.shared_output)
-    if args.output is not None:
-        checks.inner_contiguous(function, "output", args.output)
+    for name, bias, shape in (
+        ("gate_up_bias", args.w13_bias, (experts, 2 * inter)), ("down_bias", args.w2_bias, (experts, hidden)),
+    ):  # fmt: skip
+        if bias is not None:
+            checks.dtype(function, name, bias, (torch.bfloat16, torch.float32))
+            checks.shape(function, name, bias, shape)
+            checks.contiguous(function, name, bias)
+    _outputs(function, args, num_tokens, hidden, no_combine)
     _devices(function, args, names)
     checks.int_range(function, "rank_ep", rank_ep, 0, 2**31 // experts - 1)
     total = checks.int_range(function, "num_expert_total", num_expert_total, 0)
-    if not isinstance(use_bf16_mul, bool):
-        fail(function, "use_bf16_mul", expected="a bool", got=repr(use_bf16_mul))
+    flags = {
+        "use_bf16_mul": use_bf16_mul, "no_combine": no_combine, "apply_router_weight_on_input": weight_on_input,
+    }  # fmt: skip
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            fail(function, name, expected="a bool", got=repr(flag))
     _activation(function, activation, swiglu_limit, swiglu_alpha)
     capability = arch.capability(args.x.device)
     if args.x.is_cuda:
@@ -98,11 +100,47 @@ def call(
     return plan.Key(
         num_tokens=num_tokens, top_k=args.topk_ids.shape[1], num_experts=experts,
         experts_total=max(total, 1) if total else experts, hidden=hidden, inter=inter, block_scales=block,
-        bf16_mul=use_bf16_mul and not block, sms=arch.sm_count(args.x.device), sm90=capability[0] == 9,
+        bf16_mul=use_bf16_mul and args.kind == "tensor", sms=arch.sm_count(args.x.device), sm90=capability[0] == 9,
         hardware_fp8=capability >= (8, 9), bf16_input=args.x.dtype == torch.bfloat16,
         activation=activation, swiglu_limit=None if swiglu_limit is None else float(swiglu_limit),
-        swiglu_alpha=None if swiglu_alpha is None else float(swiglu_alpha),
+        swiglu_alpha=None if swiglu_alpha is None else float(swiglu_alpha), bf16_weights=wide,
+        dynamic_input=args.kind == "tensor" and args.x.dtype == torch.bfloat16 and args.input_scale is None,
+        dynamic_act=args.kind == "tensor" and args.act_scale is None, up_bias=args.w13_bias is not None,
+        down_bias=args.w2_bias is not None, weight_on_input=weight_on_input, combined=not no_combine,
     )  # fmt: skip
+
+
+def _outputs(function: str, args: Arguments, num_tokens: int, hidden: int, no_combine: bool) -> None:
+    """`shared_output` and `output`; without the sum over experts there is nothing that the first could be added to."""
+    if args.shared_output is not None:
+        if no_combine:
+            remedy = "Add it to your own sum over top-k."
+            fail(function, "shared_output", expected="None with no_combine", got="a tensor", remedy=remedy)
+        checks.dtype(function, "shared_output", args.shared_output, torch.bfloat16)
+        checks.shape(function, "shared_output", args.shared_output, (num_tokens, hidden))
+        checks.contiguous(function, "shared_output", args.shared_output)
+    if args.output is not None:
+        checks.dtype(function, "output", args.output, torch.bfloat16)
+        if no_combine:
+            shape = (num_tokens, args.topk_ids.shape[1], hidden)
+            checks.shape(function, "output", args.output, shape, "With no_combine it is [T, K, H].")
+            checks.contiguous(function, "output", args.output)
+        else:
+            checks.shape(function, "output", args.output, (num_tokens, hidden))
+            checks.inner_contiguous(function, "output", args.output)
+
+
+def no_scaling(function: str, factor: float) -> None:
+    """`routed_scaling_factor` is part of the sum over experts: without the sum there is none."""
+    if factor != 1.0:
+        remedy = "Apply it in your own sum over top-k."
+        fail(function, "routed_scaling_factor", expected="1.0 with no_combine", got=factor, remedy=remedy)
+
+
+def _one_value(function: str, name: str, tensor: torch.Tensor, remedy: str = "") -> None:
+    checks.dtype(function, name, tensor, torch.float32, remedy)
+    if tensor.numel() != 1:
+        fail(function, name, expected="one float32 value", got=f"{tensor.numel()} values")
 
 
 def _activation(function: str, activation: str, limit: float | None, alpha: float | None) -> None:
@@ -123,17 +161,15 @@ def _activation(function: str, activation: str, limit: float | None, alpha: floa
 
 
 def _input_scale(function: str, args: Arguments) -> None:
-    """BF16 activations need a scale to be quantised by; e4m3 ones have theirs in gate_up_scale."""
-    if args.x.dtype == FP8:
-        if args.input_scale is not None:
-            remedy = "It is part of gate_up_scale; pass it for BF16 x."
-            fail(function, "input_scale", expected="None for e4m3 x", got="a tensor", remedy=remedy)
+    """BF16 activations may have a scale to be quantised by; e4m3 ones have theirs in gate_up_scale."""
+    if args.input_scale is None:
         return
-    remedy = "Pass the float32 scale that x is divided by, or e4m3 x."
-    checks.dtype(function, "input_scale", args.input_scale, torch.float32, remedy)  # type: ignore[arg-type]
-    assert args.input_scale is not None
-    if args.input_scale.numel() != 1:
-        fail(function, "input_scale", expected="one float32 value", got=f"{args.input_scale.numel()} values")
+    if args.x.dtype == FP8:
+        remedy = "It is part of gate_up_scale; pass it for BF16 x."
+        fail(function, "input_scale", expected="None for e4m3 x", got="a tensor", remedy=remedy)
+    _one_value(
+        function, "input_scale", args.input_scale, "Pass the float32 scale that x is divided by, or None."
+    )
 
 
 def _sizes(function: str, experts: int, rows: int, hidden: int, inter: int) -> None:
@@ -205,7 +241,8 @@ def _devices(function: str, args: Arguments, names: dict[str, str]) -> None:
         "gate_up_weight": args.w13, "down_weight": args.w2, names["w13_scale"]: args.w13_scale,
         names["w2_scale"]: args.w2_scale, "topk_ids": args.topk_ids, "topk_scale": args.topk_scale,
         "x_scale": args.x_scale, "act_and_mul_scale": args.act_scale, "shared_output": args.shared_output,
-        "output": args.output, "input_scale": args.input_scale,
+        "output": args.output, "input_scale": args.input_scale, "gate_up_bias": args.w13_bias,
+        "down_bias": args.w2_bias,
     }  # fmt: skip
     for name, tensor in named.items():
         if tensor is not None:
