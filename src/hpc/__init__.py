@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time the table below 
         split_router_weight,
     )
     from hpc.moe import (
+        check_moe_weights,
         count_and_gather,
         fuse_moe,
         fuse_moe_bf16,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time the table below 
         fuse_moe_blockwise_fp8,
         fuse_moe_pertensor_fp8,
         get_fuse_moe_scratch_size,
+        pad_moe_biases,
         pad_moe_weights,
         reduce,
     )
@@ -57,6 +59,7 @@ _PUBLIC: dict[str, str] = {
     "attention_prefill_bf16": "hpc.attention",
     "attention_with_kvcache_prefill_bf16": "hpc.attention",
     "attention_with_kvcache_prefill_fp8": "hpc.attention",
+    "check_moe_weights": "hpc.moe",
     "count_and_gather": "hpc.moe",
     "fuse_moe": "hpc.moe",
     "fuse_moe_bf16": "hpc.moe",
@@ -64,6 +67,7 @@ _PUBLIC: dict[str, str] = {
     "fuse_moe_blockwise_fp8": "hpc.moe",
     "fuse_moe_pertensor_fp8": "hpc.moe",
     "get_fuse_moe_scratch_size": "hpc.moe",
+    "pad_moe_biases": "hpc.moe",
     "pad_moe_weights": "hpc.moe",
     "reduce": "hpc.moe",
     "gemm_bf16xfp32": "hpc.gemm",
@@ -93,6 +97,7 @@ __all__ = [
     "attention_prefill_bf16",
     "attention_with_kvcache_prefill_bf16",
     "attention_with_kvcache_prefill_fp8",
+    "check_moe_weights",
     "count_and_gather",
     "fuse_moe",
     "fuse_moe_bf16",
@@ -100,6 +105,7 @@ __all__ = [
     "fuse_moe_blockwise_fp8",
     "fuse_moe_pertensor_fp8",
     "get_fuse_moe_scratch_size",
+    "pad_moe_biases",
     "pad_moe_weights",
     "reduce",
     "gemm_bf16xfp32",

@@ -227,7 +227,8 @@ class MoeOperator:
     name = "moe.fused"
     functions = (
         "fuse_moe", "fuse_moe_pertensor_fp8", "fuse_moe_blockwise", "fuse_moe_blockwise_fp8", "count_and_gather",
-        "fuse_moe_bf16", "reduce", "pad_moe_weights", "get_fuse_moe_scratch_size",
+        "fuse_moe_bf16", "reduce", "check_moe_weights", "pad_moe_biases", "pad_moe_weights",
+        "get_fuse_moe_scratch_size",
     )  # fmt: skip
 
     def cases(self, tag: str) -> list[Case]:

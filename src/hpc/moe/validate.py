@@ -12,7 +12,7 @@ from hpc.moe import plan
 
 FP8 = torch.float8_e4m3fn
 HIDDEN_MULTIPLE, INTER_MULTIPLE = 64, 16
-PAD_REMEDY = "Pad the weights with zeros, or split experts over ranks instead of their columns."
+PAD_REMEDY = "Pad the weights by hpc.pad_moe_weights, or split experts over ranks instead of their columns."
 
 
 @dataclass(slots=True)  # not frozen: that costs 2.5 us of each call
@@ -62,11 +62,14 @@ def call(
     checks.ndim(function, "gate_up_weight", args.w13, 3)
     num_tokens, hidden = args.x.shape
     experts, inter = args.w13.shape[0], args.w13.shape[1] // 2
-    _sizes(function, experts, args.w13.shape[1], hidden, inter)
+    _sizes(function, experts, args.w13.shape[1], inter)
     checks.shape(
         function, "gate_up_weight", args.w13, (experts, 2 * inter, hidden), "It is [E, 2 I, H], H that of x."
     )
     checks.shape(function, "down_weight", args.w2, (experts, hidden, inter), "It is [E, H, I].")
+    if hidden % HIDDEN_MULTIPLE or hidden == 0:
+        multiple = f"H a multiple of {HIDDEN_MULTIPLE}"
+        fail(function, "gate_up_weight", expected=multiple, got=f"H = {hidden}", remedy=PAD_REMEDY)
     _routing(function, args, num_tokens)
     if block:
         _block_scales(function, args, names, experts, hidden, inter, num_tokens)
@@ -172,7 +175,7 @@ def _input_scale(function: str, args: Arguments) -> None:
     )
 
 
-def _sizes(function: str, experts: int, rows: int, hidden: int, inter: int) -> None:
+def _sizes(function: str, experts: int, rows: int, inter: int) -> None:
     limits = f"1 to {plan.MAX_EXPERTS} experts a rank"
     if not 1 <= experts <= plan.MAX_EXPERTS:
         fail(function, "gate_up_weight", expected=limits, got=experts)
@@ -181,14 +184,6 @@ def _sizes(function: str, experts: int, rows: int, hidden: int, inter: int) -> N
             function, "gate_up_weight", expected=f"2 I rows with I a multiple of {INTER_MULTIPLE}", got=f"{rows} rows",
             remedy=PAD_REMEDY,
         )  # fmt: skip
-    if hidden % HIDDEN_MULTIPLE or hidden == 0:
-        fail(
-            function,
-            "x",
-            expected=f"H a multiple of {HIDDEN_MULTIPLE}",
-            got=f"H = {hidden}",
-            remedy=PAD_REMEDY,
-        )
 
 
 def _routing(function: str, args: Arguments, num_tokens: int) -> None:
