@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-WORKERS = 2
+import workers
+
 FEATURES = {"window": True, "logit_cap": True, "sinks": True, "return_lse": True}
 SHAPES: dict[str, dict[str, Any]] = {
     "64/8 d128": {},
@@ -46,6 +46,20 @@ CASES |= {
     "bf16 64/8 d192/128 portable": {"head_dim": 192, "v_dim": 128, "quant_type": -1},
     "bf16 64/8 d128 ragged": {"page_size": 0, "quant_type": -1},
     "fp8 64/8 d128 per token": {"quant_type": 0},
+    "bf16 8/1 d128 split": {
+        "q_heads": 8,
+        "kv_heads": 1,
+        "quant_type": -1,
+        "return_lse": True,
+        "plan": {"splits": 32},
+    },
+    "fp8 8/1 d128 split": {
+        "q_heads": 8,
+        "kv_heads": 1,
+        "quant_type": 1,
+        "sinks": True,
+        "plan": {"splits": 8},
+    },
 }
 INSTRUCTIONS = {
     "tma load": r"cp\.async\.bulk\.tensor\.\dd\.shared",
@@ -62,7 +76,7 @@ INSTRUCTIONS = {
 
 def main(names: list[str]) -> None:
     # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers.COUNT, workers.context()) as pool:
         for job in as_completed([pool.submit(compile_case, name) for name in names]):
             for report in job.result():
                 print(json.dumps(report), flush=True)
@@ -162,7 +176,7 @@ def launch_call(fields: dict[str, Any]) -> None:
     )
     chosen = replace(plan.sm90(key), **plan_fields)
     if plan.is_legal(chosen, key) is not None:
-        chosen = plan.portable(key)
+        chosen = replace(plan.portable(key), splits=chosen.splits)
     call = launch.Call(key, chosen, 0, layout, 1024 if key.window else None)
     tiles = plan.bound(rows, batch, chosen.tile_tokens)
     table = torch.zeros(plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS, dtype=torch.int32)
