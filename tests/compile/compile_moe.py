@@ -7,7 +7,6 @@ Run in a process of its own, without TRITON_INTERPRET: `python compile_moe.py [n
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-WORKERS = 2
+import workers
 
 # Name -> (tokens, experts, hidden, intermediate, block scales, alternative or None for the choice).
 CASES: dict[str, tuple[int, int, int, int, bool, str | None]] = {
@@ -50,7 +49,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "tensor portable, all parts": {
         "static": False, "bf16_input": True, "bias": "float32", "weight_on_input": True, "swiglu_alpha": 1.702,
     },
-    "tensor no combine": {"no_combine": True},
+    "tensor no combine": {"no_combine": True, "shared_experts": 1, "static": False, "bf16_input": True},
 }  # fmt: skip
 INSTRUCTIONS = {
     "tma": r"cp\.async\.bulk\.tensor",
@@ -63,7 +62,7 @@ INSTRUCTIONS = {
 
 def main(names: list[str]) -> None:
     # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers.COUNT, workers.context()) as pool:
         for job in as_completed([pool.submit(compile_case, name) for name in names]):
             for report in job.result():
                 print(json.dumps(report), flush=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hpc.common.errors import InvalidArgument
 from hpc.common.operator import Tolerance
 from hpc.moe import cases, plan
 from hpc.moe.case_lists import MoeCase
@@ -125,8 +126,31 @@ def test_uncombined_results_of_no_tokens_and_of_a_given_output(kind: str, where:
     assert same(out, cases.run(inputs, no_combine=True))
 
 
+@HERE
+@KIND
+def test_shared_experts_are_experts_that_every_token_takes(kind: str, where: str) -> None:
+    """As ids appended by hand, with weights that undo the factor; ids of other ranks do not reach them."""
+    inputs = make(where, kind, experts=5, shared_experts=2, ranks=2, rank=1, factor=2.0)
+    out = cases.run(inputs)
+    ids = torch.where(inputs.topk_ids >= 3, inputs.topk_ids - 3, -1)
+    more = torch.tensor([3, 4], dtype=torch.int32, device=where).expand(9, 2)
+    half = torch.full((9, 2), 0.5, device=where)
+    by_hand = replace(
+        inputs, params=replace(inputs.params, shared_experts=0, ranks=1, rank=0),
+        topk_ids=torch.cat([ids, more], 1), topk_scale=torch.cat([inputs.topk_scale, half], 1),
+    )  # fmt: skip
+    assert same(out, cases.run(by_hand))
+    assert cases.run(inputs, no_combine=True, routed_scaling_factor=1.0).shape == (9, 4, 256)
+    with pytest.raises(InvalidArgument, match="'num_fused_shared_experts'"):
+        cases.run(inputs, num_fused_shared_experts=5)
+    with pytest.raises(InvalidArgument, match="'routed_scaling_factor': expected another than 0"):
+        cases.run(inputs, routed_scaling_factor=0.0)
+    with pytest.raises(InvalidArgument, match=r"'routed_scaling_factor': expected 1\.0 with the router"):
+        cases.run(inputs, apply_router_weight_on_input=True)
+
+
 def test_the_plans_say_what_only_the_portable_kernels_know() -> None:
-    """No combining runs on the SM90 kernels; the rest names what it is."""
+    """No combining and scales found inside run on the SM90 kernels; the rest names what it is."""
 
     def key(**fields: Any) -> plan.Key:
         return plan.Key(**{**KEY, **fields})
@@ -134,9 +158,13 @@ def test_the_plans_say_what_only_the_portable_kernels_know() -> None:
     assert plan.choose(key(combined=False)).backend == "sm90"
     assert plan.choose(key(combined=False, num_tokens=1)).backend == "sm90"
     assert plan.choose(key(num_tokens=1)).backend == "tiny"
+    dynamic = cases.key_of(make("cpu", "tensor", bf16_input=True, static=False))
+    assert (
+        dynamic.block_scales and plan.choose(replace(dynamic, sm90=True, hardware_fp8=True)).backend == "sm90"
+    )
     for fields, words in (
         ({"bf16_weights": True, "bf16_input": True}, "BF16 weights"), ({"up_bias": True}, "a bias"),
-        ({"dynamic_act": True}, "scales found inside"), ({"weight_on_input": True}, "the router's weight"),
+        ({"dynamic_act": True}, "scales found inside for one"), ({"weight_on_input": True}, "the router's weight"),
     ):  # fmt: skip
         for tokens in (1, 64):
             assert plan.choose(key(num_tokens=tokens, **fields)).backend == "portable"

@@ -33,6 +33,7 @@ def fuse_moe(
     down_bias: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     no_combine: bool = False,
+    num_fused_shared_experts: int = 0,
     plan: Plan | None = None,
 ) -> torch.Tensor:
     """Gated MoE on FP8 with one scale an expert: gate and up product, SiLU, down product, weighted sum over top-k.
@@ -75,6 +76,8 @@ def fuse_moe(
         gate_up_bias, down_bias: BF16 or float32 [E, 2 I] and [E, H], contiguous.
         apply_router_weight_on_input: the router's weight multiplies x, not y, for any K.
         no_combine: return y, zeros where the expert is not local. topk_scale is not read, unless it is on the input.
+        num_fused_shared_experts: S; every token takes the last S of the E experts too, with weight 1. Ids do not name
+            them: those of this rank begin at rank_ep * (E - S). y of no_combine is [T, K + S, H].
         plan: run this plan instead of the analytic choice.
 
     Returns:
@@ -93,7 +96,8 @@ def fuse_moe(
     return run(
         "fuse_moe", args, rank_ep, num_expert_total, use_bf16_mul, routed_scaling_factor=routed_scaling_factor,
         activation=activation, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha, no_combine=no_combine,
-        apply_router_weight_on_input=apply_router_weight_on_input, **more,
+        apply_router_weight_on_input=apply_router_weight_on_input, num_fused_shared_experts=num_fused_shared_experts,
+        **more,
     )  # fmt: skip
 
 
@@ -155,6 +159,7 @@ def fuse_moe_blockwise(
     down_bias: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     no_combine: bool = False,
+    num_fused_shared_experts: int = 0,
     plan: Plan | None = None,
 ) -> torch.Tensor:
     """`fuse_moe` with one scale for each 128x128 block of the weights and each 128 columns of a row of activations.
@@ -179,7 +184,7 @@ def fuse_moe_blockwise(
             alike.
         topk_ids, topk_scale, rank_ep, num_expert_total: as in `fuse_moe`.
         shared_output, output, routed_scaling_factor, activation, swiglu_limit, swiglu_alpha, plan: likewise.
-        gate_up_bias, down_bias, apply_router_weight_on_input, no_combine: likewise.
+        gate_up_bias, down_bias, apply_router_weight_on_input, no_combine, num_fused_shared_experts: likewise.
 
     Returns:
         BF16 [T, H], or [T, K, H] with no_combine: `output`, or a fresh tensor.
@@ -196,7 +201,8 @@ def fuse_moe_blockwise(
     return run(
         "fuse_moe_blockwise", args, rank_ep, num_expert_total, True, routed_scaling_factor=routed_scaling_factor,
         activation=activation, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha, no_combine=no_combine,
-        apply_router_weight_on_input=apply_router_weight_on_input, **more,
+        apply_router_weight_on_input=apply_router_weight_on_input, num_fused_shared_experts=num_fused_shared_experts,
+        **more,
     )  # fmt: skip
 
 

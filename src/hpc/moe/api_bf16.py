@@ -28,6 +28,7 @@ def fuse_moe_bf16(
     down_bias: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     no_combine: bool = False,
+    num_fused_shared_experts: int = 0,
     plan: Plan | None = None,
 ) -> torch.Tensor:
     """`fuse_moe` without quantisation: BF16 weights and activations, products summed in fp32.
@@ -46,7 +47,7 @@ def fuse_moe_bf16(
         down_weight: BF16 [E, H, I], contiguous.
         topk_ids, topk_scale, rank_ep, num_expert_total: as in `fuse_moe`.
         shared_output, output, routed_scaling_factor, activation, swiglu_limit, swiglu_alpha, plan: likewise.
-        gate_up_bias, down_bias, apply_router_weight_on_input, no_combine: likewise.
+        gate_up_bias, down_bias, apply_router_weight_on_input, no_combine, num_fused_shared_experts: likewise.
 
     Returns:
         BF16 [T, H], or [T, K, H] with no_combine: `output`, or a fresh tensor.
@@ -63,5 +64,6 @@ def fuse_moe_bf16(
     return run(
         "fuse_moe_bf16", args, rank_ep, num_expert_total, True, routed_scaling_factor=routed_scaling_factor,
         activation=activation, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha, no_combine=no_combine,
-        apply_router_weight_on_input=apply_router_weight_on_input, **more,
+        apply_router_weight_on_input=apply_router_weight_on_input, num_fused_shared_experts=num_fused_shared_experts,
+        **more,
     )  # fmt: skip

@@ -17,8 +17,8 @@ class MoeCase:
 
     Routing: "uniform" distinct random experts; "one" every pair to one expert; "zipf" skewed; "half" only even
     experts; "invalid" half of the ids -1 or out of range, their weights NaN; "repeated" ids repeat in a row; "none" no
-    pair is local. `static` False, with one scale an expert: scales of BF16 x and of the activations are found inside.
-    `bias`: dtype of both biases.
+    pair is local. `static` False, with one scale an expert: scales of BF16 x and, but for `static_act`, of the
+    activations are found inside. `bias`: dtype of both biases.
     """
 
     tokens: int
@@ -39,9 +39,16 @@ class MoeCase:
     swiglu_alpha: float | None = None
     bf16_weights: bool = False
     static: bool = True
+    static_act: bool = False
     bias: str | None = None
     weight_on_input: bool = False
     no_combine: bool = False
+    shared_experts: int = 0  # of the rank's experts, the last ones: every token takes them
+
+    @property
+    def routed(self) -> int:
+        """Experts of this rank that ids name."""
+        return self.experts - self.shared_experts
 
     @property
     def kind(self) -> str:
@@ -130,8 +137,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "block weight on input, top-1": {"block": True, "weight_on_input": True, "top_k": 1},
     "tensor dynamic": {"static": False, "inter": 144, "hidden": 192},
     "tensor dynamic, bf16 x": {"static": False, "bf16_input": True, "inter": 80, "hidden": 192},
+    "tensor dynamic I=192": {"static": False, "bf16_input": True, "inter": 192, "bf16_mul": False},
+    "tensor dynamic input": {"static_act": True, "static": False, "bf16_input": True},
     "bf16": {"bf16_weights": True, "hidden": 192, "inter": 80},
     "bf16 gelu, shared": {"bf16_weights": True, "activation": "gelu", "shared": True, "ranks": 2},
+    "tensor shared experts": {"shared_experts": 2, "factor": 2.5, "ranks": 2, "rank": 1, "routing": "invalid"},
+    "block one token, shared expert": {"block": True, "tokens": 1, "shared_experts": 1, "no_combine": True},
     "bf16 all at once": {
         "bf16_weights": True, "bias": "bfloat16", "weight_on_input": True, "no_combine": True, "swiglu_alpha": 1.702,
         "swiglu_limit": 0.7, "routing": "invalid",

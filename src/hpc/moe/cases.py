@@ -85,13 +85,13 @@ def _weights(
 
 def make_routing(params: MoeCase, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """(topk_ids, topk_scale) on the CPU."""
-    tokens, top_k, total = params.tokens, params.top_k, params.experts * params.ranks
-    first = params.rank * params.experts
+    tokens, top_k, total = params.tokens, params.top_k, params.routed * params.ranks
+    first = params.rank * params.routed
     weights = torch.rand(tokens, top_k, generator=generator) + 0.1
     if params.routing == "uniform":
         ids = _distinct(torch.rand(tokens, total, generator=generator), top_k)
     elif params.routing == "one":
-        ids = torch.full((tokens, top_k), first + params.experts - 1)
+        ids = torch.full((tokens, top_k), first + params.routed - 1)
     elif params.routing == "zipf":
         odds = 1.0 / torch.arange(1, total + 1) ** 1.2
         ids = _distinct(torch.rand(tokens, total, generator=generator).log() / odds, top_k)
@@ -143,12 +143,13 @@ def make_inputs(params: MoeCase, device: torch.device | str, seed: int) -> MoeIn
     if not params.block:
         x = (values * 30).clamp(-448, 448).to(torch.float8_e4m3fn)
         input_scale = torch.full((1,), 1 / 30, device=device) if params.bf16_input and params.static else None
+        static_act = params.static or params.static_act
         # scales of the products hold those of their inputs, where these are given
         scales = (
             rand(experts) * (up if params.bf16_input and not params.static else up / 40),
-            rand(experts) * (down / 20 if params.static else down),
+            rand(experts) * (down / 20 if static_act else down),
         )
-        act_scale = torch.full((1,), 20.0, device=device) if params.static else None
+        act_scale = torch.full((1,), 20.0, device=device) if static_act else None
         return MoeInputs(params, values.bfloat16() if params.bf16_input else x, None, w13, scales[0], w2, scales[1],
                          act_scale, *routing, input_scale, *biases)  # fmt: skip
     padded = torch.nn.functional.pad(values, (0, -hidden % BLOCK)).view(tokens, _blocks(hidden), BLOCK)
@@ -172,7 +173,7 @@ def run(inputs: MoeInputs, **more: Any) -> torch.Tensor:
         "shared_output": inputs.shared_output, "routed_scaling_factor": params.factor, "activation": params.activation,
         "swiglu_limit": params.swiglu_limit, "swiglu_alpha": params.swiglu_alpha, "gate_up_bias": inputs.w13_bias,
         "down_bias": inputs.w2_bias, "apply_router_weight_on_input": params.weight_on_input,
-        "no_combine": params.no_combine, **more,
+        "no_combine": params.no_combine, "num_fused_shared_experts": params.shared_experts, **more,
     }  # fmt: skip
     routing = (inputs.topk_ids, inputs.topk_scale, params.rank, params.experts * params.ranks)
     if params.bf16_weights:
@@ -203,14 +204,15 @@ def reference(inputs: MoeInputs, requantised: bool = True) -> torch.Tensor:
         use_bf16_mul=inputs.params.bf16_mul, shared_output=inputs.shared_output,
         routed_scaling_factor=inputs.params.factor, input_scale=inputs.input_scale, gate=inputs.gate,
         w13_bias=inputs.w13_bias, w2_bias=inputs.w2_bias, no_combine=inputs.params.no_combine,
-        weight_on_input=inputs.params.weight_on_input, requantised=requantised,
+        weight_on_input=inputs.params.weight_on_input, shared_experts=inputs.params.shared_experts,
+        requantised=requantised,
     )  # fmt: skip
 
 
 def result_shape(params: MoeCase) -> tuple[int, ...]:
     """Shape of what the call gives."""
     tokens, hidden = params.tokens, params.hidden
-    return (tokens, params.top_k, hidden) if params.no_combine else (tokens, hidden)
+    return (tokens, params.top_k + params.shared_experts, hidden) if params.no_combine else (tokens, hidden)
 
 
 def tolerance(params: MoeCase) -> Tolerance:
@@ -269,11 +271,13 @@ class MoeOperator:
         """
         params: MoeCase = case.params
         ids, _ = make_routing(params, torch.Generator().manual_seed(1))
-        local = ids - params.rank * params.experts
-        local = local[(local >= 0) & (local < params.experts)]
+        local = ids - params.rank * params.routed
+        local = local[(local >= 0) & (local < params.routed)]
         matrix, wide = 3 * params.hidden * params.inter, params.bf16_weights
-        read = max(1, int(local.unique().numel()) * matrix * (2 if wide else 1))
-        return Floor(bytes=read, flops=2.0 * local.numel() * matrix, kind="bf16" if wide else "fp8")
+        met = int(local.unique().numel()) + params.shared_experts
+        pairs = local.numel() + params.tokens * params.shared_experts
+        read = max(1, met * matrix * (2 if wide else 1))
+        return Floor(bytes=read, flops=2.0 * pairs * matrix, kind="bf16" if wide else "fp8")
 
     def providers(self) -> dict[str, Provider]:
         """ "hpc" is the chosen plan, "hpc/..." are this library's alternatives to it, the others rivals."""
@@ -306,6 +310,7 @@ def rival_inputs(inputs: MoeInputs) -> rivals.MoeRivalInputs:
         or params.weight_on_input
         or params.no_combine
         or not params.static
+        or params.shared_experts
     ):
         obstacle = "only plain calls are compared: all experts local, SiLU, no shared output"
     if inputs.w13_scale is None or inputs.w2_scale is None:
@@ -338,7 +343,7 @@ def arguments(inputs: MoeInputs, output: torch.Tensor | None = None) -> Argument
 def key_of(inputs: MoeInputs) -> plan.Key:
     """What decides the plan of a case."""
     p = inputs.params
-    options = (p.bf16_mul, *inputs.gate, p.no_combine, p.weight_on_input)
+    options = (p.bf16_mul, *inputs.gate, p.no_combine, p.weight_on_input, p.shared_experts)
     return validate.call("fuse_moe", arguments(inputs), p.rank, p.experts * p.ranks, *options)
 
 

@@ -37,10 +37,12 @@ def fused(
     chosen: plan.Plan | None = None,
     no_combine: bool = False,
     apply_router_weight_on_input: bool = False,
+    num_fused_shared_experts: int = 0,
 ) -> torch.Tensor:
     """Run one call; see `hpc.fuse_moe` for the arguments."""
-    if no_combine:
-        validate.no_scaling(function, routed_scaling_factor)
+    kinds = (no_combine, apply_router_weight_on_input, num_fused_shared_experts)
+    if routed_scaling_factor != 1.0:
+        validate.factor(function, routed_scaling_factor, *kinds)
     known: tuple[launch.Call, ...] | None = None
     signature: tuple[Any, ...] = ()
     if isinstance(args.x, torch.Tensor) and args.x.is_cuda:
@@ -49,15 +51,14 @@ def fused(
             rows = [t is None or t.data_ptr() % 16 == 0 for t in (args.shared_output, args.output)]
             signature = (
                 *(_facts(getattr(args, name)) for name in _FIELDS), rank_ep, num_expert_total, use_bf16_mul, chosen,
-                activation, swiglu_limit, swiglu_alpha, no_combine, apply_router_weight_on_input, args.kind,
-                aligned % 16, *rows,
+                activation, swiglu_limit, swiglu_alpha, kinds, args.kind, aligned % 16, *rows,
             )  # fmt: skip
             known = _CALLS.get(signature)
         except (AttributeError, TypeError):
             known = None  # something is not what it should be: the checks say what
     if known is None:
         gate = (activation, swiglu_limit, swiglu_alpha)
-        options = (use_bf16_mul, *gate, no_combine, apply_router_weight_on_input)
+        options = (use_bf16_mul, *gate, *kinds)
         key = validate.call(function, args, rank_ep, num_expert_total, *options)
         if not args.x.is_cuda or key.num_tokens == 0:
             return _on_cpu(args, rank_ep, routed_scaling_factor, options)
@@ -67,7 +68,8 @@ def fused(
         _CALLS[signature] = known
     out = args.output
     if out is None:
-        shape = (*args.topk_ids.shape, args.x.shape[1]) if no_combine else args.x.shape
+        hidden, each = args.x.shape[1], args.topk_ids.shape[1] + num_fused_shared_experts
+        shape = (args.x.shape[0], each, hidden) if no_combine else args.x.shape
         out = torch.empty(shape, dtype=torch.bfloat16, device=args.x.device)
     if len(known) == 1:
         known[0].run(args, routed_scaling_factor, out)
@@ -126,12 +128,12 @@ def _on_cpu(
     args: Arguments, rank_ep: int, routed_scaling_factor: float, options: tuple[Any, ...]
 ) -> torch.Tensor:
     """The reference, so that the library can be tried anywhere; also the empty batch."""
-    use_bf16_mul, *gate, no_combine, on_input = options
+    use_bf16_mul, *gate, no_combine, on_input, shared_experts = options
     out = moe_reference(
         args.x, args.w13, args.w2, args.topk_ids, args.topk_scale, rank_ep=rank_ep, x_scale=args.x_scale,
         w13_scale=args.w13_scale, w2_scale=args.w2_scale, act_scale=args.act_scale, use_bf16_mul=use_bf16_mul,
         shared_output=args.shared_output, routed_scaling_factor=routed_scaling_factor, input_scale=args.input_scale,
         gate=(gate[0], gate[1], gate[2]), w13_bias=args.w13_bias, w2_bias=args.w2_bias, no_combine=no_combine,
-        weight_on_input=on_input, dtype=torch.float32,
+        weight_on_input=on_input, shared_experts=shared_experts, dtype=torch.float32,
     ).to(torch.bfloat16)  # fmt: skip
     return out if args.output is None else args.output.copy_(out)

@@ -37,11 +37,14 @@ class Call:
                  stride_out: int, scales: tuple[tuple[int, ...], ...], interpret: bool = False) -> None:  # fmt: skip
         self.key, self.plan, self.index = key, chosen, index
         self.layout = plan.scratch(key, chosen)
-        self.first_expert = rank_ep * key.num_experts
         self.pdl = key.sm90
-        self.scales, self.interpret = scales, interpret
+        self.scales, self.interpret = plan.block_sizes(key) if key.one_scale else scales, interpret
+        routed = key.num_experts - key.shared_experts
+        self.first_expert = 0 if key.shared_experts else rank_ep * routed
+        self._append = self._shared_experts(rank_ep * routed) if key.shared_experts else None
         self.gate = (key.activation, key.swiglu_limit or 0.0, key.swiglu_alpha or 0.0)
         self._quantise = self._input() if key.quantised_input else None
+        self._expand = self._weight_scales() if key.one_scale else None
         if chosen.backend == "tiny":
             self.steps: tuple[Launch, ...] = self._tiny(shared, stride_out)
         else:
@@ -64,6 +67,10 @@ class Call:
         """All kernels of the call, in order."""
         if self._quantise is not None:
             args = self._quantise(stream, args, scratch)
+        if self._expand is not None:
+            args = self._expand(stream, args, scratch)
+        if self._append is not None:
+            args = self._append(stream, args, scratch, factor)
         for step in self.steps:
             step(stream, args, scratch, factor, out)
 
@@ -97,6 +104,47 @@ class Call:
             else:
                 kernel(grid, stream, (args.x, scale, bits, *fixed))
             return replace(args, x=bits.view(torch.float8_e4m3fn), x_scale=scale if key.x_groups else None)
+
+        return run
+
+    def _weight_scales(self) -> Callable[..., Arguments]:
+        """The launch that makes block scales of an expert's one, and the call on these."""
+        from hpc.moe import quantise
+
+        key, layout = self.key, self.layout
+        counts = [rows * cols for rows, cols in plan.block_sizes(key)]
+        kernel = Kernel(quantise._moe_expand_kernel, NAME, num_warps=4, launch_pdl=self.pdl)
+        grid = (key.num_experts, plan.ceil_div(max(counts), 1024), 1)
+        fixed = (*counts, 1024, self.pdl)
+
+        def run(stream: int, args: Arguments, scratch: torch.Tensor) -> Arguments:
+            floats = scratch.view(torch.float32)
+            up, down = floats[layout.up_scale // 4 :], floats[layout.down_scale // 4 :]
+            tensors = (args.w13_scale, args.w2_scale, up, down)
+            pointers = [t.data_ptr() for t in tensors if t is not None] if kernel.compiled else tensors
+            kernel(grid, stream, (*pointers, *fixed))
+            return replace(args, w13_scale=up, w2_scale=down)
+
+        return run
+
+    def _shared_experts(self, first_expert: int) -> Callable[..., Arguments]:
+        """The launch that appends the shared experts to every token's, and the call on these."""
+        from hpc.moe import route
+
+        key, layout, pairs = self.key, self.layout, self.key.pairs
+        kernel = Kernel(route._moe_append_kernel, NAME, num_warps=4, launch_pdl=self.pdl)
+        routed, grid = key.num_experts - key.shared_experts, (plan.ceil_div(pairs, 512), 1, 1)
+        fixed = (key.top_k - key.shared_experts, key.top_k, 512, self.pdl)
+
+        def run(stream: int, args: Arguments, scratch: torch.Tensor, factor: float) -> Arguments:
+            ids, weights = (
+                scratch[at : at + 4 * pairs].view(dtype).view(key.num_tokens, key.top_k)
+                for at, dtype in ((layout.ids, torch.int32), (layout.weights, torch.float32))
+            )
+            tensors = (args.topk_ids, args.topk_scale, ids, weights)
+            pointers = [t.data_ptr() for t in tensors] if kernel.compiled else tensors
+            kernel(grid, stream, (*pointers, pairs, first_expert, routed, 1.0 / factor, *fixed))
+            return replace(args, topk_ids=ids, topk_scale=weights)
 
         return run
 

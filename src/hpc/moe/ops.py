@@ -25,7 +25,7 @@ _BF16 = f"Tensor x, Tensor gate_up_weight, Tensor down_weight, {_ROUTING}"
 _OPTIONS = (
     "float routed_scaling_factor=1.0, Tensor? input_scale=None, str activation='silu', float? swiglu_limit=None, "
     "float? swiglu_alpha=None, Tensor? gate_up_bias=None, Tensor? down_bias=None, bool no_combine=False, "
-    "bool apply_router_weight_on_input=False"
+    "bool apply_router_weight_on_input=False, int num_fused_shared_experts=0"
 )
 PER_TENSOR = ("fuse_moe", "fuse_moe_pertensor_fp8")
 BLOCK = ("fuse_moe_blockwise", "fuse_moe_blockwise_fp8")
@@ -78,7 +78,7 @@ def _register(name: str, head: str, run: Any) -> None:
         shape = x.shape
         if options.get("no_combine"):
             ids = args[where] if len(args) > where else options["topk_ids"]
-            shape = (*ids.shape, x.shape[1])
+            shape = (x.shape[0], ids.shape[1] + options.get("num_fused_shared_experts", 0), x.shape[1])
         return torch.empty(shape, dtype=torch.bfloat16, device=x.device)
 
     _LIBRARY.define(f"{name}({head}, *, {_OPTIONS}) -> Tensor")

@@ -59,14 +59,14 @@ class Key:
     swiglu_limit: float | None = None
     swiglu_alpha: float | None = None
     bf16_weights: bool = False  # then nothing is quantised
-    dynamic_input: bool = (
-        False  # BF16 x gets a scale for each 128 columns of a row, weights have one an expert
-    )
-    dynamic_act: bool = False  # the activations likewise
+    one_scale: bool = False  # block scales are found inside for x and activations, made of one for weights
+    dynamic_input: bool = False  # only x gets a scale for each 128 columns of a row; weights have one
+    dynamic_act: bool = False  # only the activations do
     up_bias: bool = False
     down_bias: bool = False
     weight_on_input: bool = False  # the router's weight multiplies x, not y
     combined: bool = True  # False: y of every pair is the result
+    shared_experts: int = 0  # of the experts, the last ones, which every token takes; top_k counts them too
 
     @property
     def quantised_input(self) -> bool:
@@ -157,7 +157,7 @@ def portable_reason(key: Key) -> str | None:
     """Which part of the call only the portable kernels have, or None."""
     parts = {
         "BF16 weights": key.bf16_weights,
-        "scales found inside beside one scale an expert": key.dynamic_input or key.dynamic_act,
+        "scales found inside for one of x and activations": key.dynamic_input or key.dynamic_act,
         "a bias": key.up_bias or key.down_bias,
         "the router's weight on the input": key.weight_on_input,
     }
@@ -446,6 +446,10 @@ class Scratch:
     y: int
     xq: int
     xs: int
+    ids: int
+    weights: int
+    up_scale: int
+    down_scale: int
     size: int
     num_chunks: int
     max_tiles: int
@@ -454,6 +458,12 @@ class Scratch:
 def expert_bins(key: Key) -> int:
     """Bins of the index build's histogram."""
     return max(16, power_of_two(key.num_experts))
+
+
+def block_sizes(key: Key) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(rows, columns) of an expert's block scales of either product, without padding."""
+    columns = ceil_div(key.hidden, 128)
+    return (ceil_div(2 * key.inter, 128), columns), (columns, key.groups)
 
 
 def scratch(key: Key, plan: Plan) -> Scratch:
@@ -470,6 +480,8 @@ def scratch(key: Key, plan: Plan) -> Scratch:
         parts = 4 * 128 * plan.tile * halves * 2 * plan.up.per_sm * key.sms
     act_bytes = 2 if key.bf16_weights else 4 if plan.backend == "tiny" and key.block_scales else 1
     columns = ceil_div(key.hidden, 128)
+    appended = 4 * pairs if key.shared_experts else 0
+    up_blocks, down_blocks = (rows * cols if key.one_scale else 0 for rows, cols in block_sizes(key))
     sizes = {
         "counts": 0 if plan.fused_index else 4 * chunks * bins,
         "totals": 4 * bins,
@@ -486,6 +498,10 @@ def scratch(key: Key, plan: Plan) -> Scratch:
         "y": 2 * pairs * key.hidden if plan.backend != "tiny" and key.combined else 0,
         "xq": key.num_tokens * key.hidden if key.quantised_input else 0,
         "xs": 4 * key.num_tokens * columns if key.quantised_input and key.x_groups else 0,
+        "ids": appended,
+        "weights": appended,
+        "up_scale": 4 * key.num_experts * up_blocks,
+        "down_scale": 4 * key.num_experts * down_blocks,
     }
     offsets, at = {}, 0
     for name, size in sizes.items():

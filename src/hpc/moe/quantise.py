@@ -1,4 +1,5 @@
-"""Activations of the fused MoE from BF16 to e4m3. Triton; runs on any GPU and interpreted."""
+"""Activations of the fused MoE from BF16 to e4m3, scales of experts to block scales. Triton; runs on any GPU and
+interpreted."""
 
 import triton
 import triton.language as tl
@@ -30,3 +31,17 @@ def _moe_quantise_kernel(
     else:
         x = x * (1.0 / tl.load(scale_ptr))
     tl.store(q_ptr + t * H + h, e4m3_bytes(x, HARDWARE), mask=h < H)
+
+
+@triton.jit(do_not_specialize_on_alignment=["up_ptr", "down_ptr"])
+def _moe_expand_kernel(
+    up_ptr, down_ptr, up_blocks_ptr, down_blocks_ptr, up_blocks, down_blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Grid (experts, ceil(blocks / BLOCK)): an expert's one scale in the place of each of its blocks'."""
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    e = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ones = tl.full([BLOCK], 1.0, tl.float32)
+    tl.store(up_blocks_ptr + e * up_blocks + at, ones * tl.load(up_ptr + e), mask=at < up_blocks)
+    tl.store(down_blocks_ptr + e * down_blocks + at, ones * tl.load(down_ptr + e), mask=at < down_blocks)

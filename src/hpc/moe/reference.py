@@ -83,6 +83,23 @@ def _weight(weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
     return values * (expand_blocks(scale.to(dtype), *weight.shape) if scale.dim() == 2 else scale.to(dtype))
 
 
+def with_shared_experts(
+    topk_ids: torch.Tensor,
+    topk_scale: torch.Tensor,
+    rank_ep: int,
+    num_experts: int,
+    shared: int,
+    factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(local ids or -1, weights) [T, K + shared]: the last `shared` of a rank's experts with the weight 1 / factor."""
+    routed, tokens = num_experts - shared, topk_ids.shape[0]
+    local = topk_ids.long() - rank_ep * routed
+    local = local.where((local >= 0) & (local < routed), -1)
+    more = torch.arange(routed, num_experts, device=local.device).expand(tokens, shared)
+    weights = torch.full((tokens, shared), 1 / factor, device=local.device)
+    return torch.cat([local, more], 1), torch.cat([topk_scale, weights], 1)
+
+
 def moe_reference(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -104,6 +121,7 @@ def moe_reference(
     w2_bias: torch.Tensor | None = None,
     no_combine: bool = False,
     weight_on_input: bool = False,
+    shared_experts: int = 0,
     requantised: bool = True,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
@@ -122,6 +140,9 @@ def moe_reference(
         x, x_scale = quantise_input(x, input_scale)
     num_tokens, hidden = x.shape
     num_experts, inter = w13.shape[0], w13.shape[1] // 2
+    if shared_experts:
+        given = (topk_ids, topk_scale, rank_ep, num_experts, shared_experts, routed_scaling_factor)
+        (topk_ids, topk_scale), rank_ep = with_shared_experts(*given), 0
     local = topk_ids.long() - rank_ep * num_experts
     y = torch.zeros(*topk_ids.shape, hidden, dtype=dtype, device=x.device) if no_combine else None
     out = torch.zeros(num_tokens, hidden, dtype=dtype, device=x.device)

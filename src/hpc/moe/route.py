@@ -14,6 +14,32 @@ import triton.language as tl
 from hpc.common.triton_helpers import pdl_launch, pdl_wait, to_bf16
 
 
+@triton.jit(
+    do_not_specialize=["num_pairs", "first_expert", "num_routed", "shared_weight"],
+    do_not_specialize_on_alignment=["ids_ptr", "weight_ptr"],
+)
+def _moe_append_kernel(
+    ids_ptr, weight_ptr, new_ids_ptr, new_weight_ptr, num_pairs, first_expert, num_routed, shared_weight,
+    ROUTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(num_pairs / BLOCK)): ids and weights of a token's ROUTED experts, then of shared ones: EACH in all.
+
+    New ids are local: shared experts come behind the rank's num_routed ones, others' are -1.
+    """
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k = p % EACH
+    live = p < num_pairs
+    routed = live & (k < ROUTED)
+    at = p // EACH * ROUTED + k
+    local = tl.load(ids_ptr + at, mask=routed, other=-1) - first_expert
+    local = tl.where((local >= 0) & (local < num_routed), local, -1)
+    weight = tl.load(weight_ptr + at, mask=routed, other=0.0)
+    tl.store(new_ids_ptr + p, tl.where(routed, local, num_routed + k - ROUTED), mask=live)
+    tl.store(new_weight_ptr + p, tl.where(routed, weight, shared_weight), mask=live)
+
+
 @triton.jit
 def _local_ids(ids_ptr, weight_ptr, p, num_pairs, first_expert, num_experts, DROP_ZERO: tl.constexpr):
     """(local expert or 0, whether pair p is ours). With DROP_ZERO, pairs of weight 0 count as nobody's."""

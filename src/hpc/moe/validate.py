@@ -48,7 +48,7 @@ BLOCK_NAMES = {"w13_scale": "gate_up_weight_scale", "w2_scale": "down_weight_sca
 def call(
     function: str, args: Arguments, rank_ep: int, num_expert_total: int, use_bf16_mul: bool, activation: str = "silu",
     swiglu_limit: float | None = None, swiglu_alpha: float | None = None, no_combine: bool = False,
-    weight_on_input: bool = False,
+    weight_on_input: bool = False, shared_experts: int = 0,
 ) -> plan.Key:  # fmt: skip
     """Check every argument; the key that decides the plan."""
     block, wide = args.kind == "block", args.kind == "bf16"
@@ -70,7 +70,9 @@ def call(
     if hidden % HIDDEN_MULTIPLE or hidden == 0:
         multiple = f"H a multiple of {HIDDEN_MULTIPLE}"
         fail(function, "gate_up_weight", expected=multiple, got=f"H = {hidden}", remedy=PAD_REMEDY)
-    _routing(function, args, num_tokens)
+    shared_experts = checks.int_range(function, "num_fused_shared_experts", shared_experts, 0, experts - 1)
+    _routing(function, args, num_tokens, shared_experts)
+    top_k = args.topk_ids.shape[1] + shared_experts
     if block:
         _block_scales(function, args, names, experts, hidden, inter, num_tokens)
     elif not wide:
@@ -86,7 +88,7 @@ def call(
             checks.dtype(function, name, bias, (torch.bfloat16, torch.float32))
             checks.shape(function, name, bias, shape)
             checks.contiguous(function, name, bias)
-    _outputs(function, args, num_tokens, hidden, no_combine)
+    _outputs(function, args, (num_tokens, top_k, hidden) if no_combine else (num_tokens, hidden))
     _devices(function, args, names)
     checks.int_range(function, "rank_ep", rank_ep, 0, 2**31 // experts - 1)
     total = checks.int_range(function, "num_expert_total", num_expert_total, 0)
@@ -100,44 +102,50 @@ def call(
     capability = arch.capability(args.x.device)
     if args.x.is_cuda:
         arch.require_gpu(function, args.x.device)
+    dynamic_input = args.kind == "tensor" and args.x.dtype == torch.bfloat16 and args.input_scale is None
+    dynamic_act = args.kind == "tensor" and args.act_scale is None
+    both = dynamic_input and dynamic_act
     return plan.Key(
-        num_tokens=num_tokens, top_k=args.topk_ids.shape[1], num_experts=experts,
-        experts_total=max(total, 1) if total else experts, hidden=hidden, inter=inter, block_scales=block,
+        num_tokens=num_tokens, top_k=top_k, num_experts=experts,
+        experts_total=max(total, 1) if total else experts, hidden=hidden, inter=inter, block_scales=block or both,
         bf16_mul=use_bf16_mul and args.kind == "tensor", sms=arch.sm_count(args.x.device), sm90=capability[0] == 9,
         hardware_fp8=capability >= (8, 9), bf16_input=args.x.dtype == torch.bfloat16,
         activation=activation, swiglu_limit=None if swiglu_limit is None else float(swiglu_limit),
-        swiglu_alpha=None if swiglu_alpha is None else float(swiglu_alpha), bf16_weights=wide,
-        dynamic_input=args.kind == "tensor" and args.x.dtype == torch.bfloat16 and args.input_scale is None,
-        dynamic_act=args.kind == "tensor" and args.act_scale is None, up_bias=args.w13_bias is not None,
-        down_bias=args.w2_bias is not None, weight_on_input=weight_on_input, combined=not no_combine,
+        swiglu_alpha=None if swiglu_alpha is None else float(swiglu_alpha), bf16_weights=wide, one_scale=both,
+        dynamic_input=dynamic_input and not both, dynamic_act=dynamic_act and not both,
+        up_bias=args.w13_bias is not None, down_bias=args.w2_bias is not None, weight_on_input=weight_on_input,
+        combined=not no_combine, shared_experts=shared_experts,
     )  # fmt: skip
 
 
-def _outputs(function: str, args: Arguments, num_tokens: int, hidden: int, no_combine: bool) -> None:
+def _outputs(function: str, args: Arguments, shape: tuple[int, ...]) -> None:
     """`shared_output` and `output`; without the sum over experts there is nothing that the first could be added to."""
     if args.shared_output is not None:
-        if no_combine:
+        if len(shape) == 3:
             remedy = "Add it to your own sum over top-k."
             fail(function, "shared_output", expected="None with no_combine", got="a tensor", remedy=remedy)
         checks.dtype(function, "shared_output", args.shared_output, torch.bfloat16)
-        checks.shape(function, "shared_output", args.shared_output, (num_tokens, hidden))
+        checks.shape(function, "shared_output", args.shared_output, shape)
         checks.contiguous(function, "shared_output", args.shared_output)
     if args.output is not None:
         checks.dtype(function, "output", args.output, torch.bfloat16)
-        if no_combine:
-            shape = (num_tokens, args.topk_ids.shape[1], hidden)
+        if len(shape) == 3:
             checks.shape(function, "output", args.output, shape, "With no_combine it is [T, K, H].")
             checks.contiguous(function, "output", args.output)
         else:
-            checks.shape(function, "output", args.output, (num_tokens, hidden))
+            checks.shape(function, "output", args.output, shape)
             checks.inner_contiguous(function, "output", args.output)
 
 
-def no_scaling(function: str, factor: float) -> None:
-    """`routed_scaling_factor` is part of the sum over experts: without the sum there is none."""
-    if factor != 1.0:
+def factor(function: str, value: float, no_combine: bool, weight_on_input: bool, shared_experts: int) -> None:
+    """Whether `routed_scaling_factor` fits: it is part of the sum over experts, and shared ones take its inverse."""
+    if no_combine and value != 1.0:
         remedy = "Apply it in your own sum over top-k."
-        fail(function, "routed_scaling_factor", expected="1.0 with no_combine", got=factor, remedy=remedy)
+        fail(function, "routed_scaling_factor", expected="1.0 with no_combine", got=value, remedy=remedy)
+    if shared_experts and (value == 0 or (weight_on_input and value != 1.0)):
+        wanted = "1.0 with the router's weight on the input" if weight_on_input else "another than 0"
+        remedy = "It would scale the fused shared experts too."
+        fail(function, "routed_scaling_factor", expected=wanted, got=value, remedy=remedy)
 
 
 def _one_value(function: str, name: str, tensor: torch.Tensor, remedy: str = "") -> None:
@@ -186,13 +194,18 @@ def _sizes(function: str, experts: int, rows: int, inter: int) -> None:
         )  # fmt: skip
 
 
-def _routing(function: str, args: Arguments, num_tokens: int) -> None:
+def _routing(function: str, args: Arguments, num_tokens: int, shared_experts: int) -> None:
     checks.dtype(function, "topk_ids", args.topk_ids, torch.int32, "Convert with .to(torch.int32).")
     checks.shape(function, "topk_ids", args.topk_ids, (num_tokens, "K"))
     checks.contiguous(function, "topk_ids", args.topk_ids)
     top_k = args.topk_ids.shape[1]
-    if not 1 <= top_k <= plan.MAX_TOP_K:
-        fail(function, "topk_ids", expected=f"1 to {plan.MAX_TOP_K} experts a token", got=top_k)
+    if not 1 <= top_k <= plan.MAX_TOP_K - shared_experts:
+        fail(
+            function,
+            "topk_ids",
+            expected=f"1 to {plan.MAX_TOP_K - shared_experts} experts a token",
+            got=top_k,
+        )
     _float32(function, "topk_scale", args.topk_scale, (num_tokens, top_k))
 
 

@@ -69,7 +69,12 @@ def meta_arguments(params: MoeCase, device: torch.device | str = "cpu") -> Argum
         s2 = empty(experts, blocks(hidden, 128), 4 * blocks(inter, 512))
         x_scale, act = empty(tokens, blocks(hidden, 128)), None
     else:
-        s13, s2, x_scale, act = empty(experts), empty(experts), None, empty(1) if params.static else None
+        s13, s2, x_scale, act = (
+            empty(experts),
+            empty(experts),
+            None,
+            empty(1) if params.static or params.static_act else None,
+        )
     wide, given = torch.bfloat16, None
     of_weights = wide if params.bf16_weights else torch.float8_e4m3fn
     x = packed(tokens, hidden, dtype=wide if params.bf16_input else of_weights)
@@ -91,7 +96,7 @@ def meta_arguments(params: MoeCase, device: torch.device | str = "cpu") -> Argum
 def key_of(params: MoeCase, target: str) -> plan.Key:
     """What decides the plan of a call on `target`."""
     gate = (params.activation, params.swiglu_limit, params.swiglu_alpha)
-    options = (params.bf16_mul, *gate, params.no_combine, params.weight_on_input)
+    options = (params.bf16_mul, *gate, params.no_combine, params.weight_on_input, params.shared_experts)
     key = validate.call("warmup", meta_arguments(params), 0, params.experts, *options)
     return replace(
         key, sm90=target.startswith("sm90"), hardware_fp8=int(target[2:].rstrip("a")) >= 89, sms=TARGET_SMS
@@ -103,8 +108,7 @@ def compile_shape(params: MoeCase, target: str, chosen: plan.Plan | None = None)
     args, key = meta_arguments(params), key_of(params, target)
     scales = entry.scale_sizes(args.w13_scale, args.w2_scale)
     call = launch.Call(key, chosen or plan.choose(key), 0, 0, params.shared, key.hidden, scales)
-    out = torch.empty(
-        (*args.topk_ids.shape, key.hidden)[:: 1 if params.no_combine else 2], dtype=torch.bfloat16
-    )
+    shape = (key.num_tokens, key.top_k, key.hidden)
+    out = torch.empty(shape if params.no_combine else shape[::2], dtype=torch.bfloat16)
     with compiling_for(target):
         call.launch(0, args, 1.0, out, torch.empty(call.layout.size, dtype=torch.uint8))
