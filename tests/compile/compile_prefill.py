@@ -202,11 +202,13 @@ def launch_call(fields: dict[str, Any]) -> None:
 def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
     """Registers, spills and warnings as ptxas reports them, shared memory, and counts of instructions."""
     import triton
+    from sass_uniform import stray_reads
 
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ptxas), "-arch=sm_90a", "-v", str(ptx), "-o", f"{folder}/kernel.cubin"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        stray = stray_reads(Path(folder) / "kernel.cubin")
     text = ptx.read_text()
     if folder := os.environ.get("KEEP"):
         (Path(folder) / f"{ptx.stem}.ptx").write_text(text)
@@ -214,6 +216,7 @@ def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
         "regs": max(map(int, re.findall(r"Used (\d+) registers", log))),
         "spill": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log))),
         "warnings": sorted(set(re.findall(r"C75\d\d", log))),
+        "stray": stray,
         "shared": metadata["shared"],
         # what Triton leaves the first role, after the numbers that the others ask for
         "first_role": max(map(int, re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", text)), default=0),

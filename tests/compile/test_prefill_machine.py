@@ -16,10 +16,7 @@ pytestmark = pytest.mark.compile
 def test_kernels_compute_the_right_numbers(
     version: str, names: list[str], root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    """Roles, boxes, masks and operand layouts as compiled; several tiles a CTA, tiles that CTAs place themselves.
-
-    FP8 windows, which no plan takes, are run too: here they are right.
-    """
+    """Roles, boxes, masks and operand layouts as compiled; several tiles a CTA, tiles that CTAs place themselves."""
     results = reports(version, root, clean_environ, tmp_path, "run_prefill.py", names)
     assert len(results) == (len(names) or 8)
     bad = [
