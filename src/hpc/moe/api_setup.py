@@ -6,7 +6,7 @@ import torch
 
 from hpc.common import arch, checks
 from hpc.common.errors import fail
-from hpc.moe import plan, validate
+from hpc.moe import plan, scratch, validate
 
 
 def check_moe_weights(
@@ -213,10 +213,10 @@ def get_fuse_moe_scratch_size(
     there = arch.is_cuda(device) and arch.gpu_available()
     capability = arch.capability(device) if there else (9, 0)
     key = plan.Key(
-        num_tokens=plan.chunk_tokens(tokens, top_k, hidden, inter), top_k=top_k, num_experts=experts,
+        num_tokens=scratch.chunk_tokens(tokens, top_k, hidden, inter), top_k=top_k, num_experts=experts,
         experts_total=total or experts, hidden=hidden, inter=inter, block_scales=block_scales, bf16_mul=True,
         sms=arch.sm_count(device) if there else arch.REFERENCE_SM_COUNT, sm90=capability[0] == 9,
         hardware_fp8=capability >= (8, 9), bf16_input=bf16_input or bf16_weights, bf16_weights=bf16_weights,
         combined=not no_combine,
     )  # fmt: skip
-    return plan.scratch(key, plan.choose(key)).size
+    return scratch.layout(key, plan.choose(key)).size

@@ -10,6 +10,7 @@ import torch
 from hpc.common.errors import fail
 from hpc.moe import launch, plan, validate
 from hpc.moe.reference import moe_reference
+from hpc.moe.scratch import chunk_tokens
 from hpc.moe.validate import Arguments
 
 # A signature that passed its checks, with its launches by pass. Bounded, since a serving process meets few.
@@ -86,7 +87,7 @@ def _calls(
     function: str, key: plan.Key, chosen: plan.Plan | None, args: Arguments, rank_ep: int
 ) -> tuple[launch.Call, ...]:
     """One call a pass; passes of equal length share one."""
-    step = plan.chunk_tokens(key.num_tokens, key.top_k, key.hidden, key.inter)
+    step = chunk_tokens(key.num_tokens, key.top_k, key.hidden, key.inter)
     lengths = [min(step, key.num_tokens - first) for first in range(0, key.num_tokens, step)]
     made: dict[int, launch.Call] = {}
     scales = scale_sizes(args.w13_scale, args.w2_scale)

@@ -10,6 +10,7 @@ import torch
 
 from hpc.common.launch import Kernel, TmaTensor, raw_stream
 from hpc.moe import plan
+from hpc.moe.scratch import block_sizes, expert_bins, layout
 from hpc.moe.validate import Arguments
 
 NAME = "fuse_moe"
@@ -36,9 +37,9 @@ class Call:
     def __init__(self, key: plan.Key, chosen: plan.Plan, index: int, rank_ep: int, shared: bool,
                  stride_out: int, scales: tuple[tuple[int, ...], ...], interpret: bool = False) -> None:  # fmt: skip
         self.key, self.plan, self.index = key, chosen, index
-        self.layout = plan.scratch(key, chosen)
+        self.layout = layout(key, chosen)
         self.pdl = key.sm90
-        self.scales, self.interpret = plan.block_sizes(key) if key.one_scale else scales, interpret
+        self.scales, self.interpret = block_sizes(key) if key.one_scale else scales, interpret
         routed = key.num_experts - key.shared_experts
         self.first_expert = 0 if key.shared_experts else rank_ep * routed
         self._append = self._shared_experts(rank_ep * routed) if key.shared_experts else None
@@ -112,7 +113,7 @@ class Call:
         from hpc.moe import quantise
 
         key, layout = self.key, self.layout
-        counts = [rows * cols for rows, cols in plan.block_sizes(key)]
+        counts = [rows * cols for rows, cols in block_sizes(key)]
         kernel = Kernel(quantise._moe_expand_kernel, NAME, num_warps=4, launch_pdl=self.pdl)
         grid = (key.num_experts, plan.ceil_div(max(counts), 1024), 1)
         fixed = (*counts, 1024, self.pdl)
@@ -152,7 +153,7 @@ class Call:
         from hpc.moe import route
 
         key, chosen, layout = self.key, self.plan, self.layout
-        bins, chunk, pairs = plan.expert_bins(key), chosen.chunk, key.pairs
+        bins, chunk, pairs = expert_bins(key), chosen.chunk, key.pairs
         options = {"num_warps": 4, "launch_pdl": self.pdl}
         place = Kernel(route._moe_place_kernel, NAME, **options)
         count = Kernel(route._moe_count_kernel, NAME, **options)
