@@ -38,6 +38,20 @@ CASES: dict[str, dict[str, Any]] = {
 CASES |= {
     "bf16 64/8 d128 full": {"causal": False, "quant_type": -1},
     "bf16 64/8 d128 short": {"quant_type": -1, "short": True},
+    "fp8 8/1 d128 page 16 window": {
+        "q_heads": 8,
+        "kv_heads": 1,
+        "page_size": 16,
+        "window": True,
+        "quant_type": 1,
+    },
+    "fp8 4/4 d128 full window": {
+        "q_heads": 4,
+        "kv_heads": 4,
+        "causal": False,
+        "window": True,
+        "quant_type": 1,
+    },
     "fp8 64/8 d128 three stages": {"quant_type": 1, "plan": {"stages": 3}},
     "bf16 64/8 d64": {"head_dim": 64, "v_dim": 64, "quant_type": -1},
     "bf16 64/8 d128 portable": {"tma": False, "quant_type": -1},
