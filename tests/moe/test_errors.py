@@ -122,6 +122,10 @@ def test_arguments_that_exclude_one_another() -> None:
         hpc.fuse_moe(**tensor, output=torch.zeros(3, 2, 128, dtype=torch.bfloat16))
     with pytest.raises(InvalidDtype, match=r"'x': expected dtype bfloat16; got float8_e4m3fn"):
         hpc.fuse_moe_bf16(*(tensor[name] for name in (*TENSOR[:3], *TENSOR[6:])), 0, 4)
+    with pytest.raises(
+        InvalidArgument, match="'input_scale': expected a scale for BF16 x beside act_and_mul_scale"
+    ):
+        hpc.fuse_moe(**{**tensor, "x": tensor["x"].to(torch.bfloat16)})
     with pytest.raises(InvalidArgument, match="'x_scale': expected None for BF16 x"):
         hpc.fuse_moe_blockwise(**{**block, "x": block["x"].to(torch.bfloat16)})
     with pytest.raises(InvalidArgument, match="'swiglu_alpha': expected None with this activation"):

@@ -164,7 +164,8 @@ def test_the_plans_say_what_only_the_portable_kernels_know() -> None:
     )
     for fields, words in (
         ({"bf16_weights": True, "bf16_input": True}, "BF16 weights"), ({"up_bias": True}, "a bias"),
-        ({"dynamic_act": True}, "scales found inside for one"), ({"weight_on_input": True}, "the router's weight"),
+        ({"dynamic_act": True}, "scales found inside for the activations"),
+        ({"weight_on_input": True}, "the router's weight"),
     ):  # fmt: skip
         for tokens in (1, 64):
             assert plan.choose(key(num_tokens=tokens, **fields)).backend == "portable"

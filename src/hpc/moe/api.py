@@ -67,8 +67,9 @@ def fuse_moe(
         use_bf16_mul: round SiLU and product to bf16, as a model in bf16 does.
         shared_output: BF16 [T, H], contiguous; added once.
         output: BF16 [T, H], inner dim packed; written in place and returned. With no_combine [T, K, H], contiguous.
-        input_scale: float32, one value, for BF16 x only: x becomes e4m3(x / input_scale). None with BF16 x: a scale for
-            each 128 columns of a row, as in `fuse_moe_blockwise`; gate_up_scale then is the weight's.
+        input_scale: float32, one value, for BF16 x only: x becomes e4m3(x / input_scale). None with BF16 x and no
+            act_and_mul_scale: a scale for each 128 columns of a row, as in `fuse_moe_blockwise`; gate_up_scale then is
+            the weight's.
         routed_scaling_factor: factor of the weighted sum, before shared_output is added.
         activation: "silu" or "gelu" (by the error function), of g.
         swiglu_limit: cuts g at it from above and u on both sides, before the activation.

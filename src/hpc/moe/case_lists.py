@@ -17,8 +17,8 @@ class MoeCase:
 
     Routing: "uniform" distinct random experts; "one" every pair to one expert; "zipf" skewed; "half" only even
     experts; "invalid" half of the ids -1 or out of range, their weights NaN; "repeated" ids repeat in a row; "none" no
-    pair is local. `static` False, with one scale an expert: scales of BF16 x and, but for `static_act`, of the
-    activations are found inside. `bias`: dtype of both biases.
+    pair is local. `static` False, with one scale an expert: scales of BF16 x and of the activations are found inside.
+    `bias`: dtype of both biases.
     """
 
     tokens: int
@@ -39,7 +39,6 @@ class MoeCase:
     swiglu_alpha: float | None = None
     bf16_weights: bool = False
     static: bool = True
-    static_act: bool = False
     bias: str | None = None
     weight_on_input: bool = False
     no_combine: bool = False
@@ -138,7 +137,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tensor dynamic": {"static": False, "inter": 144, "hidden": 192},
     "tensor dynamic, bf16 x": {"static": False, "bf16_input": True, "inter": 80, "hidden": 192},
     "tensor dynamic I=192": {"static": False, "bf16_input": True, "inter": 192, "bf16_mul": False},
-    "tensor dynamic input": {"static_act": True, "static": False, "bf16_input": True},
     "bf16": {"bf16_weights": True, "hidden": 192, "inter": 80},
     "bf16 gelu, shared": {"bf16_weights": True, "activation": "gelu", "shared": True, "ranks": 2},
     "tensor shared experts": {"shared_experts": 2, "factor": 2.5, "ranks": 2, "rank": 1, "routing": "invalid"},

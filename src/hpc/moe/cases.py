@@ -27,6 +27,9 @@ TOLERANCE = Tolerance(rms=5e-3, max=1e-1)
 FEW_TOLERANCE = Tolerance(rms=1.6e-2, max=1e-1)
 FEW_TOLERANCES = ((4096, FEW_TOLERANCE), (65536, Tolerance(rms=8e-3, max=1e-1)))
 FEW = FEW_TOLERANCES[-1][0]
+# Block scales here are up to a factor of 100 apart, so few blocks decide the norm. Draws of the model scatter from
+# 2.6e-3 to 5.6e-3 below so many values, from 3.4e-3 to 4.4e-3 above.
+FEW_BLOCKS, FEW_BLOCKS_TOLERANCE = 2**19, Tolerance(rms=7e-3, max=1e-1)
 # What flips may add to the error against activations that are not requantised at all: a code flips where two neighbours
 # are equally far, so next to nothing. 0.2 % was the most in the model for some thousand values.
 UNQUANTISED_FACTOR = 1.01
@@ -143,13 +146,12 @@ def make_inputs(params: MoeCase, device: torch.device | str, seed: int) -> MoeIn
     if not params.block:
         x = (values * 30).clamp(-448, 448).to(torch.float8_e4m3fn)
         input_scale = torch.full((1,), 1 / 30, device=device) if params.bf16_input and params.static else None
-        static_act = params.static or params.static_act
         # scales of the products hold those of their inputs, where these are given
         scales = (
             rand(experts) * (up if params.bf16_input and not params.static else up / 40),
-            rand(experts) * (down / 20 if static_act else down),
+            rand(experts) * (down / 20 if params.static else down),
         )
-        act_scale = torch.full((1,), 20.0, device=device) if static_act else None
+        act_scale = torch.full((1,), 20.0, device=device) if params.static else None
         return MoeInputs(params, values.bfloat16() if params.bf16_input else x, None, w13, scales[0], w2, scales[1],
                          act_scale, *routing, input_scale, *biases)  # fmt: skip
     padded = torch.nn.functional.pad(values, (0, -hidden % BLOCK)).view(tokens, _blocks(hidden), BLOCK)
@@ -220,7 +222,8 @@ def tolerance(params: MoeCase) -> Tolerance:
     if params.bf16_weights:
         return BF16_TOLERANCE
     values = params.tokens * params.top_k * params.inter
-    return next((limit for most, limit in FEW_TOLERANCES if values <= most), TOLERANCE)
+    usual = FEW_BLOCKS_TOLERANCE if params.block and values <= FEW_BLOCKS else TOLERANCE
+    return next((limit for most, limit in FEW_TOLERANCES if values <= most), usual)
 
 
 class MoeOperator:

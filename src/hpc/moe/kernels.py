@@ -72,7 +72,7 @@ def _moe_gate_up_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, act_scale_ptr, bias_ptr, weight_ptr, expert_ptr, start_ptr, rows_ptr,
     num_tiles_ptr, pair_ptr, a_ptr, a_scale_ptr, num_rows, top_k, H, I, stride_a, x_scale_cols, w_scale_rows,
     w_scale_cols,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SCALES: tl.constexpr, X_GROUPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SCALES: tl.constexpr,
     ACT_GROUPS: tl.constexpr, BF16: tl.constexpr, BF16_MUL: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -80,8 +80,8 @@ def _moe_gate_up_kernel(
 
     A work item is a tile of rows times 128 columns of gate and the same 128 of up. x_ptr, w_ptr, a_ptr hold e4m3 bits,
     or BF16 numbers, which have no scales; rows of a are `stride_a` apart. BLOCK_SCALES: w_scale_ptr has one scale for
-    each 128x128 weights, else one an expert. X_GROUPS, ACT_GROUPS: x_scale_ptr [tokens, x_scale_cols] and a_scale_ptr
-    [ceil(I / 128), num_rows] have one for each 128 columns of a row. BLOCK_K divides 128.
+    each 128x128 weights and x_scale_ptr [tokens, x_scale_cols] one for each 128 columns of a row, else w_scale_ptr one
+    an expert. ACT_GROUPS: so has a_scale_ptr [ceil(I / 128), num_rows]. BLOCK_K divides 128.
     """
     pdl_wait(PDL)
     pdl_launch(PDL)
@@ -115,10 +115,6 @@ def _moe_gate_up_kernel(
                 us = tl.load(ws_at + (i + I) // 128 * w_scale_cols, mask=i < I, other=0.0)
                 gate += tl.dot(x, tl.trans(wg)) * (xs[:, None] * gs[None, :])
                 up += tl.dot(x, tl.trans(wu)) * (xs[:, None] * us[None, :])
-            elif X_GROUPS:
-                xs = tl.load(x_scale_ptr + token * x_scale_cols + k // 128, mask=live, other=0.0)
-                gate += tl.dot(x, tl.trans(wg)) * xs[:, None]
-                up += tl.dot(x, tl.trans(wu)) * xs[:, None]
             else:
                 gate = tl.dot(x, tl.trans(wg), gate)
                 up = tl.dot(x, tl.trans(wu), up)

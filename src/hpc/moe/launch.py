@@ -91,20 +91,22 @@ class Call:
             quantise._moe_quantise_kernel, NAME, num_warps=max(1, groups // 4), launch_pdl=self.pdl
         )
         grid = (key.num_tokens, plan.ceil_div(columns, groups), 1)
-        fixed = (key.hidden, columns, groups, key.x_groups, key.hardware_fp8, self.pdl)
+        fixed = (key.hidden, columns, groups, key.block_scales, key.hardware_fp8, self.pdl)
 
         def run(stream: int, args: Arguments, scratch: torch.Tensor) -> Arguments:
             bits = scratch[layout.xq : layout.xq + key.num_tokens * key.hidden].view(
                 key.num_tokens, key.hidden
             )
             scale = args.input_scale
-            if key.x_groups:
+            if key.block_scales:
                 scale = scratch.view(torch.float32)[layout.xs // 4 :][: key.num_tokens * columns]
             if kernel.compiled:
                 kernel(grid, stream, (args.x.data_ptr(), scale.data_ptr(), bits.data_ptr(), *fixed))
             else:
                 kernel(grid, stream, (args.x, scale, bits, *fixed))
-            return replace(args, x=bits.view(torch.float8_e4m3fn), x_scale=scale if key.x_groups else None)
+            return replace(
+                args, x=bits.view(torch.float8_e4m3fn), x_scale=scale if key.block_scales else None
+            )
 
         return run
 
@@ -188,7 +190,7 @@ class Call:
 
         key, chosen, layout = self.key, self.plan, self.layout
         # 64 columns of BF16 are 128 bytes; a dynamic scale's sums take registers of their own
-        block_k = 64 if chosen.tile > 32 or key.bf16_weights or key.dynamic_input or key.dynamic_act else 128
+        block_k = 64 if chosen.tile > 32 or key.bf16_weights or key.dynamic_act else 128
         options = {"num_warps": 8 if chosen.tile > 16 else 4, "num_stages": 3, "launch_pdl": self.pdl}
         gate_up = Kernel(kernels._moe_gate_up_kernel, NAME, **options)
         down = Kernel(kernels._moe_down_kernel, NAME, **options)
@@ -201,7 +203,7 @@ class Call:
         sizes = (key.hidden, key.inter, layout.act_stride)
         up_fixed = (
             key.pairs, key.top_k, *sizes, plan.ceil_div(key.hidden, 128), w13_rows, w13_cols,
-            chosen.tile, block_k, key.block_scales, key.x_groups, key.act_groups, key.bf16_weights, key.bf16_mul,
+            chosen.tile, block_k, key.block_scales, key.act_groups, key.bf16_weights, key.bf16_mul,
             *self.gate, key.hardware_fp8, self.pdl, self.interpret,
         )  # fmt: skip
         down_fixed = (

@@ -55,8 +55,9 @@ class Key:
     swiglu_alpha: float | None = None
     bf16_weights: bool = False  # then nothing is quantised
     one_scale: bool = False  # block scales are found inside for x and activations, made of one for weights
-    dynamic_input: bool = False  # only x gets a scale for each 128 columns of a row; weights have one
-    dynamic_act: bool = False  # only the activations do
+    dynamic_act: bool = (
+        False  # only the activations get a scale for each 128 columns of a row; weights have one
+    )
     up_bias: bool = False
     down_bias: bool = False
     weight_on_input: bool = False  # the router's weight multiplies x, not y
@@ -67,11 +68,6 @@ class Key:
     def quantised_input(self) -> bool:
         """x becomes e4m3 inside."""
         return self.bf16_input and not self.bf16_weights
-
-    @property
-    def x_groups(self) -> bool:
-        """e4m3 x has a scale for each 128 columns of a row."""
-        return self.block_scales or self.dynamic_input
 
     @property
     def act_groups(self) -> bool:
@@ -152,7 +148,7 @@ def portable_reason(key: Key) -> str | None:
     """Which part of the call only the portable kernels have, or None."""
     parts = {
         "BF16 weights": key.bf16_weights,
-        "scales found inside for one of x and activations": key.dynamic_input or key.dynamic_act,
+        "scales found inside for the activations alone": key.dynamic_act,
         "a bias": key.up_bias or key.down_bias,
         "the router's weight on the input": key.weight_on_input,
     }

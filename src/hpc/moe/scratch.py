@@ -84,7 +84,7 @@ def layout(key: Key, plan: Plan) -> Scratch:
         "parts": parts,
         "y": 2 * pairs * key.hidden if plan.backend != "tiny" and key.combined else 0,
         "xq": key.num_tokens * key.hidden if key.quantised_input else 0,
-        "xs": 4 * key.num_tokens * columns if key.quantised_input and key.x_groups else 0,
+        "xs": 4 * key.num_tokens * columns if key.quantised_input and key.block_scales else 0,
         "ids": appended,
         "weights": appended,
         "up_scale": 4 * key.num_experts * up_blocks,

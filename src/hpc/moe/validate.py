@@ -102,9 +102,8 @@ def call(
     capability = arch.capability(args.x.device)
     if args.x.is_cuda:
         arch.require_gpu(function, args.x.device)
-    dynamic_input = args.kind == "tensor" and args.x.dtype == torch.bfloat16 and args.input_scale is None
     dynamic_act = args.kind == "tensor" and args.act_scale is None
-    both = dynamic_input and dynamic_act
+    both = dynamic_act and args.x.dtype == torch.bfloat16 and args.input_scale is None
     return plan.Key(
         num_tokens=num_tokens, top_k=top_k, num_experts=experts,
         experts_total=max(total, 1) if total else experts, hidden=hidden, inter=inter, block_scales=block or both,
@@ -112,9 +111,8 @@ def call(
         hardware_fp8=capability >= (8, 9), bf16_input=args.x.dtype == torch.bfloat16,
         activation=activation, swiglu_limit=None if swiglu_limit is None else float(swiglu_limit),
         swiglu_alpha=None if swiglu_alpha is None else float(swiglu_alpha), bf16_weights=wide, one_scale=both,
-        dynamic_input=dynamic_input and not both, dynamic_act=dynamic_act and not both,
-        up_bias=args.w13_bias is not None, down_bias=args.w2_bias is not None, weight_on_input=weight_on_input,
-        combined=not no_combine, shared_experts=shared_experts,
+        dynamic_act=dynamic_act and not both, up_bias=args.w13_bias is not None, down_bias=args.w2_bias is not None,
+        weight_on_input=weight_on_input, combined=not no_combine, shared_experts=shared_experts,
     )  # fmt: skip
 
 
@@ -174,6 +172,15 @@ def _activation(function: str, activation: str, limit: float | None, alpha: floa
 def _input_scale(function: str, args: Arguments) -> None:
     """BF16 activations may have a scale to be quantised by; e4m3 ones have theirs in gate_up_scale."""
     if args.input_scale is None:
+        if args.x.dtype == torch.bfloat16 and args.act_scale is not None:
+            remedy = "Pass the float32 scale that x is divided by, or no act_and_mul_scale: both scales are found then."
+            fail(
+                function,
+                "input_scale",
+                expected="a scale for BF16 x beside act_and_mul_scale",
+                got=None,
+                remedy=remedy,
+            )
         return
     if args.x.dtype == FP8:
         remedy = "It is part of gate_up_scale; pass it for BF16 x."

@@ -73,7 +73,7 @@ def meta_arguments(params: MoeCase, device: torch.device | str = "cpu") -> Argum
             empty(experts),
             empty(experts),
             None,
-            empty(1) if params.static or params.static_act else None,
+            empty(1) if params.static else None,
         )
     wide, given = torch.bfloat16, None
     of_weights = wide if params.bf16_weights else torch.float8_e4m3fn
