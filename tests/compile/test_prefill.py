@@ -18,7 +18,7 @@ SPILLS = {BF16: 0, FP8: 280 + 16, "_prefill_schedule_kernel": 0, "_prefill_atten
           "_prefill_combine_kernel": 0}  # fmt: skip
 SPILLS_BY_NAME = {
     "bf16 5/1 d128 page 16": 128 + 16, "fp8 5/1 d128 page 16": 424 + 16,
-    "bf16 64/8 d128 window cap sinks lse": 140 + 16,
+    "bf16 64/8 d128 window cap sinks lse": 140 + 16, "fp8 8/1 d128 page 16 window": 432 + 16,
 }  # fmt: skip
 
 FEW = [
