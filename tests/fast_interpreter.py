@@ -55,7 +55,8 @@ def _name_when_asked(tuple_type: Any) -> None:
         self.types, self.fields = types, fields or [""] * len(types)
 
     def name(self: Any) -> str:
-        return "[" + ",".join(f"{field}:{each}" for field, each in zip(self.fields, self.types, strict=True)) + "]"
+        pairs = zip(self.fields, self.types, strict=True)
+        return "[" + ",".join(f"{field}:{each}" for field, each in pairs) + "]"
 
     tuple_type.__init__, tuple_type.name = init, property(name)
 

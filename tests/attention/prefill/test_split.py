@@ -98,8 +98,8 @@ def test_every_part_runs_at_once_and_scratch_is_bounded() -> None:
             assert plan.scratch_bytes(tokens, k, n) <= k.sms * chosen.block_m * (dim + 1) * 4
 
 
-def test_splits_are_a_choice_for_each_call() -> None:
-    assert plan.choose(key()).splits == 0 and plan.sm90(key()).splits == 1 == plan.portable(key()).splits
+def test_nothing_is_split_unless_asked_for() -> None:
+    assert plan.choose(key()).splits == plan.sm90(key()).splits == plan.portable(key()).splits == 1
     why = plan.is_legal(replace(plan.sm90(key()), splits=8), key())
     assert why is not None and "splits" in why
     assert plan.is_legal(replace(plan.portable(key()), splits=-1), key()) is not None
@@ -128,7 +128,7 @@ def test_a_call_is_split_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     k, layout = validate.call(arguments)
     k = replace(k, sm90=True, sms=132)
-    call = launch.Call(k, plan.choose(k), 0, layout, None)
+    call = launch.Call(k, replace(plan.choose(k), splits=0), 0, layout, None)
 
     def names(tokens: int, width: int) -> list[str]:
         launched.clear()

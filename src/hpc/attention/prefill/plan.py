@@ -13,8 +13,8 @@ HEADER_WORDS = 8
 ENTRY_WORDS = 8
 LONGEST = 2**31 - 1 - 1024  # keys of a request: block ends stay in 32 bits
 
-# Calls are split only where that pays for sure: each tile into SPLITS parts at least, which all run at once, while the
-# part of the machine that they fill unsplit is an eighth at most; and the page table has room for SPLIT_KEYS keys.
+# Where `Plan.splits` is 0, only calls that may gain much are split: each tile into SPLITS parts, which all run at once,
+# while the part of the machine that they fill unsplit is an eighth at most; and the page table has room for SPLIT_KEYS.
 SPLITS = (32, 8)
 SPLIT_KEYS = 4096
 
@@ -120,14 +120,15 @@ def is_legal(plan: Plan, key: Key) -> str | None:
 
 
 def choose(key: Key) -> Plan:
-    """The plan for a call: the SM90 kernel where it is legal, and splits where a call needs them.
+    """The plan for a call: the SM90 kernel where it is legal.
 
-    FP8 with a window takes the portable kernel until a GPU has run the SM90 one.
+    FP8 with a window takes the portable kernel until a GPU has run the SM90 one. Nothing is split: a page table is
+    mostly as wide as the longest context that a server takes, so every short prompt would pay for splits too.
     """
     chosen = sm90(key)
     if is_legal(chosen, key) is not None or (key.fp8 and key.window):
         chosen = portable(key)
-    return replace(chosen, splits=0)
+    return chosen
 
 
 def split(key: Key, parts: int) -> Plan:

@@ -88,6 +88,3 @@ def compile_shape(params: PrefillCase, target: str) -> None:
     with compiling_for(target):
         for short in (False, True)[: 1 + (call.plan.short_pack not in (0, call.plan.pack))]:
             call.launch(0, tensors, x.cu_seqlens, x.seq_lens, 1, call.default_scale, 1.0, short)
-        most = plan.parts(1, 1, plan.SPLIT_KEYS, plan.portable(key), replace(key, sms=max(key.sms, 132)))
-        for parts in (n for n in plan.SPLITS if 1 < n <= most):
-            call.of_parts(parts).launch(0, tensors, x.cu_seqlens, x.seq_lens, 1, call.default_scale, 1.0)
