@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hpc.common.errors import fail
-from hpc.moe import launch, plan, validate
+from hpc.moe import choose, launch, plan, validate
 from hpc.moe.reference import moe_reference
 from hpc.moe.scratch import chunk_tokens
 from hpc.moe.validate import Arguments
@@ -118,7 +118,7 @@ def _rows(args: Arguments, part: slice) -> Arguments:
 
 def _legal(function: str, chosen: plan.Plan | None, key: plan.Key) -> plan.Plan:
     if chosen is None:
-        return plan.choose(key)
+        return choose.choose(key)
     why = plan.is_legal(chosen, key)
     if why is not None:
         fail(function, "plan", expected="a plan that can run this call", got=why, remedy="Pass plan=None.")

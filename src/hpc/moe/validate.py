@@ -113,6 +113,7 @@ def call(
         swiglu_alpha=None if swiglu_alpha is None else float(swiglu_alpha), bf16_weights=wide, one_scale=both,
         dynamic_act=dynamic_act and not both, up_bias=args.w13_bias is not None, down_bias=args.w2_bias is not None,
         weight_on_input=weight_on_input, combined=not no_combine, shared_experts=shared_experts,
+        gpu=arch.device_name(args.x.device) if args.x.is_cuda else "",
     )  # fmt: skip
 
 
