@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import runpy
 from collections import Counter
 from pathlib import Path
 
@@ -34,7 +33,13 @@ if GPUS == 0:
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     # By its path: with this folder on sys.path, tests/sglang would pass for the package sglang.
-    runpy.run_path(str(Path(__file__).with_name("fast_interpreter.py")))["install"]()
+    spec = importlib.util.spec_from_file_location(
+        "fast_interpreter", Path(__file__).with_name("fast_interpreter.py")
+    )
+    assert spec is not None and spec.loader is not None
+    fast_interpreter = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fast_interpreter)
+    fast_interpreter.install()
 
 try:
     from hypothesis import settings
