@@ -92,17 +92,12 @@ def _calls(
     made: dict[int, launch.Call] = {}
     scales = scale_sizes(args.w13_scale, args.w2_scale)
     for length in set(lengths):
-        part = replace_tokens(key, length)
+        part = replace(key, num_tokens=length)
         made[length] = launch.Call(
             part, _legal(function, chosen, part), args.x.device.index, rank_ep, args.shared_output is not None,
             key.hidden if args.output is None else args.output.stride(0), scales,
         )  # fmt: skip
     return tuple(made[length] for length in lengths)
-
-
-def replace_tokens(key: plan.Key, num_tokens: int) -> plan.Key:
-    """The key of a pass over some of the tokens."""
-    return replace(key, num_tokens=num_tokens)
 
 
 def scale_sizes(*scales: torch.Tensor | None) -> tuple[tuple[int, int], ...]:

@@ -61,9 +61,7 @@ class Key:
     swiglu_alpha: float | None = None
     bf16_weights: bool = False  # then nothing is quantised
     one_scale: bool = False  # block scales are found inside for x and activations, made of one for weights
-    dynamic_act: bool = (
-        False  # only the activations get a scale for each 128 columns of a row; weights have one
-    )
+    dynamic_act: bool = False  # the activations alone get a scale for each 128 columns of a row
     up_bias: bool = False
     down_bias: bool = False
     weight_on_input: bool = False  # the router's weight multiplies x, not y
