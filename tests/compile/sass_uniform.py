@@ -5,8 +5,9 @@ seen to set a register ahead of the first of several loops only, although that l
 the later ones: there it holds what the kernel's start left, and no tool warns. All builds that were wrong on an H200
 and right as PTX have such reads, FP8 with a window and BF16 whose tiles overlap; none of those that are right has.
 
-So for each descriptor of a product: either all values that may reach it come from the role's own code, or all come from
-before it. `stray_reads(cubin)` names the others. A role begins where `setmaxnreg` is executed.
+So for each read: either all values that may reach it come from the role's own code, or all come from before it.
+`stray_reads(cubin)` names the others: descriptors of products, addresses of barriers and boxes, and what these are made
+of. A role begins where `setmaxnreg` is executed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import re
 import subprocess
 from pathlib import Path
 
-# the address of shared memory, which every part of the code makes anew: always the same value
+# The address of shared memory, which every part of the code makes anew: always the same value, so it counts neither as
+# the role's nor as older.
 SAME = re.compile(r"UMOV UR\d+, 0x400$|ULEA UR\d+, UR\d+, UR\d+, 0x18$|S2UR UR\d+, SR_CgaCtaId$")
 WIDTHS = {"64": 2, "WIDE": 2, "128": 4}
 
@@ -48,7 +50,11 @@ class Instruction:
     def _width(self, parts: list[str], inside: bool, before: str) -> int:
         if "GMMA" in parts[0]:  # the descriptors of A and B
             return 4
-        return 2 if "64" in parts or before.endswith("desc[") else 1
+        if parts[0] in ("UTMALDG", "UTMASTG"):  # shared memory, a barrier of loads, the corner; then the map
+            return 2 if "]" in before else 1 + (parts[0] == "UTMALDG") + int(parts[1][0])
+        if inside:
+            return 2 if before.endswith("desc[") else 1
+        return 2 if "64" in parts else 1
 
     @property
     def ends(self) -> bool:
@@ -69,7 +75,7 @@ def parse(cubin: Path) -> list[Instruction]:
 
 
 def stray_reads(cubin: Path) -> list[str]:
-    """`register at address: instruction` of matrix products whose descriptors may be such values, or made of them."""
+    """`register at address: instruction` of what reads such values, or what is made of them."""
     return strays(parse(cubin))
 
 
@@ -104,19 +110,16 @@ def _mixed(code: list[Instruction], place: dict[int, int], start: int) -> list[t
         (i, register)
         for i, (inside, before, made) in states.items()
         for register in code[i].reads
-        if "GMMA" in code[i].name and (inside & before | made) >> register & 1
+        if (inside & before | made) >> register & 1
     ]
 
 
 def _after(x: Instruction, inside: int, before: int, made: int) -> tuple[int, int, int]:
     """The state behind an instruction; one under a guard counts as executed, since its result is used under it."""
-    if SAME.match(x.text):  # what the kernel's start made too
-        for register in x.writes:
-            inside, before, made = inside & ~(1 << register), before | 1 << register, made & ~(1 << register)
-        return inside, before, made
-    stray = any((inside & before | made) >> register & 1 for register in x.reads)
+    same = SAME.match(x.text) is not None
+    stray = not same and any((inside & before | made) >> register & 1 for register in x.reads)
     for register in x.writes:
-        inside |= 1 << register
+        inside = inside & ~(1 << register) if same else inside | 1 << register
         before &= ~(1 << register)
         made &= ~(1 << register)
         if stray:

@@ -189,6 +189,16 @@ def _first_scores(qview, kview, it, kc, WG: gl.constexpr, MMA: gl.constexpr, C: 
 
 
 @gluon.jit
+def _mask_first(s, keys, block, col, last, since, C: gl.constexpr):
+    """Scores of the last block, which is fetched first. Where no box is shifted, keys are numbered as columns are."""
+    base = block * C.BN
+    key = col
+    if gl.maximum(gl.minimum(keys - base, C.BN), 0) % C.PB > 0:
+        key = first_keys(keys, block, col, C)
+    return mask(s, key, last - base, since - base, C)
+
+
+@gluon.jit
 def _consumer_ahead(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf, q_full, q_empty, k_full,
                     k_empty, v_full, v_empty, table_ptr, sinks_ptr, lse_ptr, num_ctas, window, softmax_scale, cap,
                     stride_o_tok, stride_o_head, C: gl.constexpr):  # fmt: skip
@@ -225,8 +235,7 @@ def _consumer_ahead(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview,
         head = (w % C.NH) * C.PACK
         hi, blocks, top, bottom = blocks_of(tokens, first, start, keys, window, C)
         last, since = seen_keys(start, first, keys, window, WG, ROWS, C)
-        base = (hi - 1) * C.BN
-        s = mask(_scores(s, scale, cap, C), first_keys(keys, hi - 1, col, C), last - base, since - base, C)
+        s = _mask_first(_scores(s, scale, cap, C), keys, hi - 1, col, last, since, C)
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         l = _lane_sum(gl.full([64, C.BN], 0.0, gl.float32, MMA), C)
         p32, m, l, _ = _softmax(s, m, l, unit, True, C)
