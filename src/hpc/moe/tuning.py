@@ -20,6 +20,8 @@ DEPTHS = (2, 3, 4, 6)  # stages at most, in both products
 TINY_PAIRS = (
     4 * plan.TINY_PAIRS
 )  # beyond, every pair reads weights that others have read: milliseconds a call
+# Rows of a tile. Beyond, sums and factors spill, 1 to 11 KB at 256 rows, and pairs are the kernels for so many rows.
+MOST_ROWS, MOST_ROWS_OF_BLOCKS = 128, 64
 PAIR_ROWS = 16  # of an expert on average: below, most of a pair's 128 rows are empty
 
 
@@ -79,6 +81,8 @@ def _tiles(key: Key, base: Plan) -> Iterator[Plan]:
     """Tiles of half, the same and twice the rows, one or two programs an SM, in runs or in turn; pairs."""
     rows = plan.tile_for(key)
     for tile in (rows // 2, rows, 2 * rows):
+        if tile > (MOST_ROWS_OF_BLOCKS if key.block_scales else MOST_ROWS):
+            continue
         for choice in (plan.sm90_of_tile(key, tile), plan.two_programs(key, tile)):
             yield _sm90(base, *choice)
             yield _sm90(base, *plan.items_in_turn(choice))
