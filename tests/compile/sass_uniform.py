@@ -19,11 +19,14 @@ from pathlib import Path
 # The address of shared memory, which every part of the code makes anew: always the same value, so it counts neither as
 # the role's nor as older.
 SAME = re.compile(r"UMOV UR\d+, 0x400$|ULEA UR\d+, UR\d+, UR\d+, 0x18$|S2UR UR\d+, SR_CgaCtaId$")
+# A uniform register kept in a vector register, and brought back.
+COPY = re.compile(r"(?:MOV|IMAD\.U32|R2UR) (U?R)(\d+), (?:RZ, RZ, )?(U?R)(\d+)$")
+VECTOR = 64  # number of vector register 0, behind the uniform ones
 WIDTHS = {"64": 2, "WIDE": 2, "128": 4}
 
 
 class Instruction:
-    """What is read and written of the uniform registers, and where control goes."""
+    """Registers written, uniform registers read, and where control goes."""
 
     def __init__(self, address: int, text: str) -> None:
         self.address, self.text = address, text
@@ -46,6 +49,13 @@ class Instruction:
             self.reads |= set(range(register, register + self._width(parts, inside, match[3][:at])))
         if "GMMA" in self.name and re.match(r"R\d+, R\d+,", match[3]):
             self.reads = {register for register in self.reads if register % 4 > 1}  # A is in registers
+        if vector := re.match(r"(?:U?P[T\d]+,\s*)?R(\d+)", match[3]):
+            width = next((WIDTHS[p] for p in parts if p in WIDTHS), 1)
+            self.writes |= {VECTOR + int(vector[1]) + i for i in range(width)}
+        copy = COPY.match(text)
+        self.source = None  # of a copy
+        if copy and copy[1] != copy[3]:
+            self.source = int(copy[4]) + VECTOR * (copy[3] == "R")
 
     def _width(self, parts: list[str], inside: bool, before: str) -> int:
         if "GMMA" in parts[0]:  # the descriptors of A and B
@@ -117,6 +127,9 @@ def _mixed(code: list[Instruction], place: dict[int, int], start: int) -> list[t
 def _after(x: Instruction, inside: int, before: int, made: int) -> tuple[int, int, int]:
     """The state behind an instruction; one under a guard counts as executed, since its result is used under it."""
     same = SAME.match(x.text) is not None
+    if x.source is not None and (inside | before | made) >> x.source & 1:
+        (to,) = x.writes
+        return tuple(bits & ~(1 << to) | (bits >> x.source & 1) << to for bits in (inside, before, made))  # type: ignore[return-value]
     stray = not same and any((inside & before | made) >> register & 1 for register in x.reads)
     for register in x.writes:
         inside = inside & ~(1 << register) if same else inside | 1 << register

@@ -68,6 +68,18 @@ def test_a_descriptor_that_only_a_skipped_loop_sets_is_seen() -> None:
     assert strays([*code[:2], Instruction(0x20, "NOP"), *code[3:]]) == []
 
 
+def test_a_register_that_is_kept_and_brought_back_is_not_stale() -> None:
+    """Register 30 is older than the role; the loop keeps it in a vector register while it needs its place."""
+    lines = (
+        "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xe0", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR30+0x8], R4", "MOV R33, UR30",
+        "UMOV UR30, 0x4", "UIADD3 UR8, UR30, 0x8, URZ", "R2UR UR30, R33", "@P0 BRA 0x10", "EXIT",
+    )  # fmt: skip
+    code = [Instruction(16 * i, text) for i, text in enumerate(lines)]
+    assert strays(code) == []
+    lost = [*code[:5], Instruction(0x50, "R2UR UR30, R34"), *code[6:]]
+    assert [read.partition(":")[0] for read in strays(lost)] == ["UR30 at 0x10", "UR30 at 0x20"]
+
+
 @few_or_all(FEW)
 def test_kernels_compile_as_designed(
     version: str, names: list[str], root: Path, clean_environ: dict[str, str], tmp_path: Path
