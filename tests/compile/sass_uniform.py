@@ -5,9 +5,9 @@ seen to set a register ahead of the first of several loops only, although that l
 the later ones: there it holds what the kernel's start left, and no tool warns. All builds that were wrong on an H200
 and right as PTX have such reads, FP8 with a window and BF16 whose tiles overlap; none of those that are right has.
 
-So for each read: either all values that may reach it come from the role's own code, or all come from before it.
-`stray_reads(cubin)` names the others: descriptors of products, addresses of barriers and boxes, and what these are made
-of. A role begins where `setmaxnreg` is executed.
+So for each descriptor of a product: either all values that may reach it come from the role's own code, or all come from
+before it. `stray_reads(cubin)` names the others. A role begins where `setmaxnreg` is executed. Other reads are not
+named: an address of shared memory that the code ahead of a role made is rightly read in it, and counted up in loops.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def parse(cubin: Path) -> list[Instruction]:
 
 
 def stray_reads(cubin: Path) -> list[str]:
-    """`register at address: instruction` of what reads such values, or what is made of them."""
+    """`register at address: instruction` of matrix products whose descriptors may be such values, or made of them."""
     return strays(parse(cubin))
 
 
@@ -120,7 +120,7 @@ def _mixed(code: list[Instruction], place: dict[int, int], start: int) -> list[t
         (i, register)
         for i, (inside, before, made) in states.items()
         for register in code[i].reads
-        if (inside & before | made) >> register & 1
+        if "GMMA" in code[i].name and (inside & before | made) >> register & 1
     ]
 
 
