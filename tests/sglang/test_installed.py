@@ -308,6 +308,18 @@ def test_plugin_under_sglangs_base_class(mode: str, fp8: bool, loaded: Any, devi
     assert hpc.__version__
 
 
+def test_pools_through_the_forward_context(loaded: Any, device: torch.device) -> None:
+    """Models take the pools from the backend of the running pass, for example to store K and V in their rotary kernel."""
+    context = importlib.import_module("sglang.srt.model_executor.forward_context")
+    registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
+    pool = Pool((200, 65), 1, torch.bfloat16, device)
+    model_runner = runner(pool, [RadixAttention((4, 1), HEAD_DIM)])
+    backend = registry.ATTENTION_BACKENDS["hpc"](model_runner)
+    with context.forward_context(context.ForwardContext(attn_backend=backend)):
+        assert context.get_token_to_kv_pool() is model_runner.token_to_kv_pool
+        assert context.get_req_to_token_pool() is model_runner.req_to_token_pool
+
+
 class Served:
     """Two requests served over several steps from SGLang's own pools and request table, with all K and V remembered."""
 

@@ -82,6 +82,19 @@ def test_register_adds_name_and_choice_once(sglang: types.SimpleNamespace) -> No
     assert backend.get_cuda_graph_seq_len_fill_value() == 1
 
 
+def test_what_sglang_reads_from_the_running_backend(sglang: types.SimpleNamespace) -> None:
+    """`forward_context` hands out both pools to models, wrappers copy them and the types; an idle step forgets."""
+    pool = Pool((5,), 1, torch.bfloat16, torch.device("cpu"))
+    model_runner = runner(pool, [RadixAttention((4, 1), 64)])
+    backend = sglang.plugin.create(model_runner)
+    assert backend.token_to_kv_pool is model_runner.token_to_kv_pool
+    assert backend.req_to_token_pool is model_runner.req_to_token_pool
+    assert backend.req_to_token is model_runner.req_to_token_pool.req_to_token
+    assert backend.page_size == pool.page and backend.max_context_len == pool.req_to_token.shape[1]
+    assert backend.kv_cache_dtype == backend.data_type == torch.bfloat16
+    assert backend.forward_metadata is None
+
+
 def test_entry_point_is_declared(root) -> None:  # type: ignore[no-untyped-def]
     text = (root / "pyproject.toml").read_text()
     group = '[project.entry-points."sglang.srt.plugins"]'
@@ -272,6 +285,31 @@ def test_extend(
     check(backend.forward(q, k, v, layer, batch), expected(pool, q, fresh, layer), fp8)
 
 
+@pytest.mark.parametrize("left", ["rows", "none"])
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.MIXED], ids=lambda mode: mode.name)
+def test_rows_that_the_model_has_stored(
+    mode: ForwardMode, left: str, sglang: types.SimpleNamespace, device: torch.device
+) -> None:
+    """A model whose rotary kernel writes the pool asks for no second store, or passes no rows at all."""
+    fresh = [1, 1] if mode is ForwardMode.DECODE else [40, 1]
+    if mode is not ForwardMode.DECODE:
+        need(*PREFILL)
+    pool = Pool((200, 70), 2, torch.bfloat16, device)
+    pool.fill(fresh=fresh)
+    layer = RadixAttention((8, 2), 128)
+    backend = sglang.plugin.create(runner(pool, [layer]))
+    batch = batch_of(pool, mode, fresh)
+    backend.init_forward_metadata(batch)
+    q, k, v = draw(sum(fresh), layer, device)
+    backend.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, v, None, None)
+    bits = pool.k_buffer.view(torch.int16)  # unused slots hold NaN
+    before = bits.clone()
+    rows = (k + 1, v + 1) if left == "rows" else (None, None)
+    out = backend.forward(q, *rows, layer, batch, save_kv_cache=False)
+    assert torch.equal(bits, before)
+    check(out, expected(pool, q, fresh, layer), False)
+
+
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=lambda mode: mode.name)
 def test_graph_buffers_are_refilled(
     mode: ForwardMode, sglang: types.SimpleNamespace, device: torch.device
@@ -292,7 +330,7 @@ def test_graph_buffers_are_refilled(
         pool = Pool(lens, 2, torch.bfloat16, device, seed=seed)
         fresh = [rows] * len(lens)
         pool.fill(fresh=fresh)
-        backend.pool = KVPool(pool)
+        backend.token_to_kv_pool = KVPool(pool)
         backend.tables.req_to_token = pool.req_to_token.to(device)
         batch = batch_of(pool, mode, fresh, pad_to=size)
         backend.init_forward_metadata_out_graph(batch, in_capture=seed < 2)

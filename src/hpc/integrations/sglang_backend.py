@@ -35,15 +35,15 @@ class HpcAttention:
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        self.pool = model_runner.token_to_kv_pool
+        self._publish(model_runner)
         self.page_size = _check_page_size(model_runner.page_size)
         self.fp8 = _check_types(model_runner)
         if getattr(model_runner, "is_draft_worker", False):
             _refuse("draft model", "another backend", "hpc", "Pass --speculative-draft-attention-backend.")
-        mapping = getattr(self.pool, "full_to_swa_index_mapping", None)
-        if mapping is None and hasattr(self.pool, "swa_kv_pool"):
+        mapping = getattr(self.token_to_kv_pool, "full_to_swa_index_mapping", None)
+        if mapping is None and hasattr(self.token_to_kv_pool, "swa_kv_pool"):
             _refuse("KV pool", "a window pool whose slots are mapped", "one without a mapping", "")
-        self.tables = PageTables(model_runner.req_to_token_pool.req_to_token, self.page_size, mapping)
+        self.tables = PageTables(self.req_to_token, self.page_size, mapping)
         self.device = self.tables.starts.device
         layers = attention_layers(model_runner.model)
         self.schedules = Schedules(
@@ -55,6 +55,19 @@ class HpcAttention:
         self.graph_steps: dict[tuple[int, int], Step] = {}
         self.graph_buffers: Step | None = None
         self.step: Step | None = None
+
+    def _publish(self, model_runner: Any) -> None:
+        """What SGLang reads from the backend of the running forward pass, wherever that is.
+
+        Models and the eager runner take both pools from here (`forward_context`), wrappers of backends (two batches at
+        a time, linear attention) copy them and the types, and an idle step resets `forward_metadata`.
+        """
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.req_to_token = self.req_to_token_pool.req_to_token
+        self.max_context_len = int(self.req_to_token.shape[1])
+        self.kv_cache_dtype = self.data_type = model_runner.kv_cache_dtype
+        self.forward_metadata: Any = None
 
     # --- once a step ----------------------------------------------------------------------------------
 
@@ -114,7 +127,7 @@ class HpcAttention:
         step.seq_lens.copy_(forward_batch.seq_lens[:batch] + more)
         self.tables.fill(step, forward_batch.req_pool_indices[:batch])
         if step.window_table is not None and forward_batch.out_cache_loc is not None:
-            slots = self.pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
+            slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
             if step.window_slots is None:
                 step.window_slots = slots
             else:
@@ -193,21 +206,25 @@ class HpcAttention:
     def _begin(
         self, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool, kwargs: dict[str, Any]
     ) -> tuple[Step, dict[str, Any]]:
-        """Check the layer, store its new rows, and say how it attends."""
+        """Check the layer, store its new rows, and say how it attends.
+
+        A BF16 pool without a window's is written by the model's rotary kernel (SGLang's `enable_fused_set_kv_buffer`):
+        then `save_kv_cache` is false, or K and V are None.
+        """
         assert self.step is not None, "init_forward_metadata comes first"
         options = _options(layer, kwargs)
         if save_kv_cache and k is not None:
             memory = importlib.import_module("sglang.srt.mem_cache.memory_pool")
             where = memory.KVWriteLoc(forward_batch.out_cache_loc, self.step.window_slots)
-            self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         return self.step, options
 
     def _paged(self, layer: Any, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(keys, values [pages, page_size, KV heads, dim], page table) of the pool that holds the layer."""
-        keys, values = self.pool.get_kv_buffer(layer.layer_id)
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         keys = keys.view(-1, self.page_size, layer.tp_k_head_num, layer.head_dim)
         values = values.view(-1, self.page_size, layer.tp_v_head_num, layer.v_head_dim)
-        if step.window_table is not None and self.pool.layers_mapping[layer.layer_id][1]:
+        if step.window_table is not None and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]:
             return keys, values, step.window_table
         return keys, values, step.table
 
