@@ -43,6 +43,10 @@ class Session:
                 tokens=max(options.room, batch * (options.input_len + options.steps + 128), 16384),
                 most=max(batch, len(check.LENS)), batches=[*options.batch, len(check.LENS)], memory=options.memory,
             )  # fmt: skip
+            if "ngram_vocab_size_ratio" in sets.model_config(options.model):
+                # its buffer of n-grams is as long as a chunk of the scheduler, which is not there to cut
+                chunk = max(8192, batch * options.input_len, sum(check.CHUNKED_LENS))
+                arguments += ["--chunked-prefill-size", str(chunk)]
             self.workers[name] = Worker(name, arguments, self.logs / f"{options.model}-{name}.log")
 
     def _compile(self) -> None:

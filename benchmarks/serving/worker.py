@@ -12,9 +12,39 @@ import os
 import sys
 import time
 import traceback
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+
+class NGrams:
+    """What SGLang's scheduler does for a model that embeds n-grams (LongCat), and `one_batch` does not.
+
+    Such a model looks the previous tokens up in a table of all requests. The scheduler writes prompts there and hands
+    the table to the batch before each pass; sampling then appends the chosen token.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+
+    @classmethod
+    def of(cls, model_runner: Any, steps: Any) -> NGrams | None:
+        """None for other models; otherwise every batch of `steps` is prepared before its pass."""
+        manager = getattr(model_runner, "ngram_embedding_manager", None)
+        if manager is None or not manager.enabled:
+            return None
+        whole = steps.ForwardBatch.init_new
+
+        def init_new(batch: Any, *rest: Any, **more: Any) -> Any:
+            return whole(manager.prepare_for_forward(batch, chunked_req=None), *rest, **more)
+
+        steps.ForwardBatch = types.SimpleNamespace(init_new=init_new)
+        return cls(manager)
+
+    def choose(self, batch: Any, ids: Any) -> None:
+        """Continue with `ids`, also where the sampler chose others."""
+        self.manager.table[batch.req_pool_indices, batch.seq_lens] = ids.to(self.manager.table.dtype)
 
 
 class Engine:
@@ -39,6 +69,7 @@ class Engine:
         steps.get_tokenizer = lambda *_, **__: None
         self.runner, _ = steps.load_model(self.server_args, PortArgs.init_new(self.server_args), 0, 0)
         self.model_runner = self.runner.torch_runner
+        self.grams = NGrams.of(self.model_runner, steps)
 
     def facts(self) -> dict[str, Any]:
         """What runs here."""
@@ -137,6 +168,8 @@ class Engine:
             chosen, first = [logits.argmax(-1).cpu()], [logits.float().cpu()]
             for step in range(steps - 1):
                 given = logits.argmax(-1) if feed is None else feed[:, step].to(logits.device)
+                if self.grams is not None:
+                    self.grams.choose(batch, given)
                 ids, logits = self.runner.decode(given.to(ids.dtype), batch)
                 chosen.append(logits.argmax(-1).cpu())
                 if len(first) < kept:

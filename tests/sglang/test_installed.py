@@ -309,7 +309,7 @@ def test_plugin_under_sglangs_base_class(mode: str, fp8: bool, loaded: Any, devi
 
 
 def test_pools_through_the_forward_context(loaded: Any, device: torch.device) -> None:
-    """Models take the pools from the backend of the running pass, for example to store K and V in their rotary kernel."""
+    """Models take the pools from the backend of the running pass, to store K and V in their rotary kernel."""
     context = importlib.import_module("sglang.srt.model_executor.forward_context")
     registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
     pool = Pool((200, 65), 1, torch.bfloat16, device)

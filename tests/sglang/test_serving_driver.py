@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = ROOT / "benchmarks" / "serving"
@@ -116,6 +119,29 @@ def test_engine_checks_and_times_sets_in_turn(site: Path) -> None:
         ("default", 1), ("hpc", 1), ("default", 4), ("hpc", 4)
     ]  # fmt: skip
     assert all(line["rounds"] == 2 and line["step_ms"] > 0 for line in bench)
+
+
+def test_ngrams_of_fed_tokens(serving_path: None) -> None:
+    """Batches come prepared as SGLang's scheduler does it, and the table follows the tokens that are fed."""
+    worker = importlib.import_module("serving.worker")
+    table = torch.zeros(3, 8, dtype=torch.int32)
+    manager = types.SimpleNamespace(
+        enabled=True, table=table, prepare_for_forward=lambda batch, chunked_req: ("prepared", batch)
+    )
+    steps = types.SimpleNamespace(ForwardBatch=types.SimpleNamespace(init_new=lambda *values, **_: values))
+    grams = worker.NGrams.of(types.SimpleNamespace(ngram_embedding_manager=manager), steps)
+    assert steps.ForwardBatch.init_new("batch", "runner", more=1) == (("prepared", "batch"), "runner")
+    batch = types.SimpleNamespace(req_pool_indices=torch.tensor([2, 1]), seq_lens=torch.tensor([5, 3]))
+    grams.choose(batch, torch.tensor([70, 80]))
+    assert table[2, 5] == 70 and table[1, 3] == 80 and int(table.count_nonzero()) == 2
+    manager.enabled = False
+    assert worker.NGrams.of(types.SimpleNamespace(ngram_embedding_manager=manager), steps) is None
+    assert worker.NGrams.of(types.SimpleNamespace(), steps) is None
+
+
+@pytest.fixture
+def serving_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
 @pytest.mark.slow
