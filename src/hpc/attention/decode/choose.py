@@ -173,13 +173,12 @@ def _measured(key: Key) -> Plan | None:
 
 def analytic(key: Key) -> Plan:
     """The choice without measurements, each number with its reason."""
-    plan = _sm90_plan(key)
-    return plan if is_legal(plan, key) is None else _portable_plan(key)
+    plans = (rows_plan(key), tokens_plan(key)) if key.rows >= ROWS_FROM else (tokens_plan(key),)
+    return next((plan for plan in plans if is_legal(plan, key) is None), _portable_plan(key))
 
 
-def _sm90_plan(key: Key) -> Plan:
-    if key.rows >= ROWS_FROM and max(key.head_dim, key.v_dim) <= 128:
-        return _rows_plan(key)
+def tokens_plan(key: Key) -> Plan:
+    """Of `hopper`: each group of 16 rows loads and converts K and V anew."""
     rows = min(32, max(8, 1 << (key.rows - 1).bit_length()))
     # Eight rows a warp: the accumulators take head_dim / 4 registers then. Eight compute warps and one CTA an SM leave
     # the fewest chunks to merge; two CTAs of four warps were slower on 16 of 24 targets tried (fp8 64/8 64x4K:
@@ -199,7 +198,8 @@ def _sm90_plan(key: Key) -> Plan:
     return Plan("sm90", ctas, rows, warps_tok, warps_row, stages, registers(warps, ctas), splits, chunk)
 
 
-def _rows_plan(key: Key) -> Plan:
+def rows_plan(key: Key) -> Plan:
+    """Of `hopper_rows`: K and V are read once for all rows of a CTA."""
     stages = max(n for n in range(1, 7) if n <= 2 or rows_shared_memory(key, n) <= SHARED_MEMORY)
     # The consumers take over what producer and converter leave: see `hopper_rows_config`.
     launch_registers = 128 if key.fp8 else 152 if rows_consumers(key) == 1 else 168

@@ -26,9 +26,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from hpc.attention.decode import plan
+from hpc.attention.decode.hopper_common import end_of, first_work, length_of, page_ids, tiles_of
 from hpc.attention.decode.hopper_config import Config
 from hpc.attention.decode.hopper_merge import M_INIT, finish, merge_last, refuse
-from hpc.attention.decode.hopper_walk import end_of, first_work, length_of, page_ids, tiles_of
 from hpc.common.gluon import (
     TensorDescriptor,
     barrier,
@@ -107,7 +107,9 @@ def _producer(k_desc, v_desc, kbuf, vbuf, full_bars, empty_bars, block_ptr, seq_
             hi = gl.where(b < b_end, full, t_end)
             alive = (b < b_end) | ((b == b_end) & (t_end > 0))
             next_length = length_of(seq_ptr, b + 1, batch, extra)
-        pages = page_ids(block_ptr, stride_block, b, t, gl.where(alive, end_of(length, hi, max_tokens), 0), 0, C)
+        pages = page_ids(
+            block_ptr, stride_block, b, t, gl.where(alive, end_of(length, hi, max_tokens), 0), 0, C
+        )
 
 
 @gluon.jit

@@ -24,9 +24,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from hpc.attention.decode import plan
+from hpc.attention.decode.hopper_common import end_of, first_work, length_of, page_ids, tiles_of
 from hpc.attention.decode.hopper_merge import M_INIT, add_sink, merge_last, refuse
 from hpc.attention.decode.hopper_rows_config import Config
-from hpc.attention.decode.hopper_walk import end_of, first_work, length_of, page_ids, tiles_of
 from hpc.common.gluon import (
     TensorDescriptor,
     barrier,
@@ -157,9 +157,7 @@ def _load_q(q_ptr, b, h, row0, stride_q_tok, stride_q_head, ok, C: gl.constexpr)
 
 
 @gluon.jit
-def _load_row_scale(
-    qs_ptr, b, h, row0, stride_qs_tok, stride_qs_head, ok, L: gl.constexpr, C: gl.constexpr
-):
+def _load_row_scale(qs_ptr, b, h, row0, stride_qs_tok, stride_qs_head, ok, L: gl.constexpr, C: gl.constexpr):
     """Scales of the query rows; 1 for BF16."""
     if C.FP8:
         r = gl.arange(0, C.M, L) + row0
@@ -187,8 +185,8 @@ def _by_lane(s, C: gl.constexpr):
 
 @gluon.jit
 def _anew(x):
-    """x, as something that the compiler has to work out anew in each turn of a loop: addresses of a request's output and
-    merge, or numbers of columns, kept over all steps, would take the registers that are left."""
+    """x, as something that the compiler has to work out anew in each turn of a loop: addresses of a request's output
+    and merge, or numbers of columns, kept over all steps, would take the registers that are left."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", args=[x], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -311,8 +309,10 @@ def _finish(o, m, l, b, h, row0, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, 
 def _consumer(WG: gl.constexpr, read, computed, work, C: gl.constexpr):
     """A warpgroup that computes 64 rows; see the module docstring."""
     qview, qwords, kview, vview, k_full, k_empty, v_full, v_empty = read
-    (q_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr, o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr, n_bins, scale, cap,
-     num_q_heads, stride_q_tok, stride_q_head, stride_qs_tok, stride_qs_head, stride_o_tok, stride_o_head) = computed  # fmt: skip
+    (
+        q_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr, o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr, n_bins, scale, cap,
+        num_q_heads, stride_q_tok, stride_q_head, stride_qs_tok, stride_qs_head, stride_o_tok, stride_o_head,
+    ) = computed  # fmt: skip
     seq_ptr, map_ptr, batch, extra, max_tokens, sig, window, num_splits, min_chunk = work
     A: gl.constexpr = gl.DotOperandLayout(0, C.MMO, 2)
     L: gl.constexpr = gl.SliceLayout(1, C.MMA)
@@ -454,7 +454,8 @@ def _decode_rows_sm90_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=1 if C.FP8 else C.CONSUMERS)
     work = (seq_ptr, map_ptr, batch, extra, max_tokens, sig, window, num_splits, min_chunk)
-    fetched = (k_desc, v_desc, kbuf, vbuf, k_full, k_empty, v_full, v_empty, block_ptr, stride_block, num_pages)
+    fetched = (k_desc, v_desc, kbuf, vbuf, k_full, k_empty, v_full, v_empty, block_ptr, stride_block,
+               num_pages)  # fmt: skip
     computed = (q_ptr, qs_ptr, ks_ptr, vs_ptr, sinks_ptr, o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr, n_bins, scale,
                 cap, num_q_heads, stride_q_tok, stride_q_head, stride_qs_tok, stride_qs_head, stride_o_tok,
                 stride_o_head)  # fmt: skip

@@ -208,7 +208,7 @@ class Config(KernelFacts):
 
     @property
     def CONVERTER_REGS(self) -> int:
-        """Registers a thread. The pool is what the launch took, `choose._rows_plan`; consumers get what is left, 256
+        """Registers a thread. The pool is what the launch took, `choose.rows_plan`; consumers get what is left, 256
         and 208 for one and for two of them, 256 and 232 for BF16."""
         return 88 if self.CONSUMERS == 1 else 56
 

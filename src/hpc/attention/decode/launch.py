@@ -153,7 +153,11 @@ class Call:
         key, chosen, layout = self.key, self.plan, self.layout
         function, config, more = self._sm90_kernel()
         kernel = Kernel(
-            function, "attention_decode", num_warps=config.WARPS, maxnreg=chosen.max_registers, launch_pdl=self.pdl
+            function,
+            "attention_decode",
+            num_warps=config.WARPS,
+            maxnreg=chosen.max_registers,
+            launch_pdl=self.pdl,
         )
         grid = (self.bins * key.kv_heads * config.CTAS, 1, 1)
         word = 2 if key.fp8 else 1

@@ -26,14 +26,15 @@ def length_of(seq_ptr, b, batch, extra):
 
 @gluon.jit
 def page_ids(block_ptr, stride_block, b, t, end, dead, C: gl.constexpr):
-    """Page ids of the NP boxes of the step at tile t; boxes without tokens below `end` get `dead`, and their entries are
+    """Page ids of the NP boxes of the step at tile t. Boxes without tokens below `end` get `dead`; their entries are
     not read."""
     row = block_ptr + b.to(gl.int64) * stride_block
     pages = ()
     NP: gl.constexpr = C.NP
     for j in gl.static_range(NP):
         token = t * _TILE + j * C.PB
-        pages = pages + (gl.load(row + token // C.P, mask=token < end, other=dead),)
+        page = gl.load(row + token // C.P, mask=token < end, other=dead)
+        pages = pages + (page,)  # type: ignore[assignment]
     return pages
 
 
