@@ -49,6 +49,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "rows: fp8 head dim 64": (4, {"lens": [400, 20], "dim": 64, "new": 4}, {}),
     "rows: bf16 head dim 64": (4, {"lens": [400, 20], "dim": 64, "new": 4, "dtype": "bf16"}, {}),
     "rows: fp8 merge in two levels": (24, {"lens": [3000], "new": 3}, {}),
+    "rows: fp8 map of another call": (4, {"lens": [200, 90], "new": 4, "foreign": True}, {}),
     "rows: fp8 static": (4, {"lens": [700, 0, 90], "new": 4, "dynamic": False}, {}),
     "bf16 map of another call": (4, {"lens": [200, 90], "dtype": "bf16", "foreign": True}, {}),
 }  # fmt: skip

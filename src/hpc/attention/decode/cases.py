@@ -34,12 +34,14 @@ def tolerance(params: DecodeCase) -> Tolerance:
 
 
 def lse_tolerance(params: DecodeCase, many_rows: bool | None = None) -> float:
-    """Absolute limit for the lse. The kernel for many rows takes e4m3 scores from tensor cores that keep some 14 bits
-    of a sum: 3e-4 at most where scores have a deviation of 1.5. `many_rows`: whether it runs; None: as it is chosen."""
+    """Absolute limit for the lse. `many_rows`: whether the kernel for many rows runs; None: as it is chosen.
+
+    It takes e4m3 scores from tensor cores that keep some 14 bits of a sum: 2e-4 in a simulation of the tests' inputs.
+    """
     if many_rows is None:
         small = max(params.head_dim, params.value_dim) <= 128
         many_rows = small and params.group * params.num_new_tokens >= choose.ROWS_FROM
-    return 1e-3 if params.dtype == "fp8" and params.quant_type == 1 and many_rows else 1e-4
+    return 5e-4 if params.dtype == "fp8" and params.quant_type == 1 and many_rows else 1e-4
 
 
 @dataclass(frozen=True)

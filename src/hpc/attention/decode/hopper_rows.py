@@ -17,6 +17,8 @@ outside the cache: no thread touches V, and 0 * NaN is NaN. Live rows end up las
 
 e4m3 scores come from the tensor cores' sums of about 14 bits: 2e-4 RMS where scores have a deviation of 1.5. The
 probabilities' 16 bits and fp32 sums are those of `hopper`.
+
+From 65 rows on a CTA has two consumers, which share K, V and the conversion.
 """
 
 from triton.experimental import gluon
@@ -25,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from hpc.attention.decode import plan
 from hpc.attention.decode.hopper_common import end_of, first_work, length_of, page_ids, tiles_of
-from hpc.attention.decode.hopper_merge import M_INIT, add_sink, merge_last, refuse
+from hpc.attention.decode.hopper_merge import M_INIT, finish_rows, merge_last, refuse
 from hpc.attention.decode.hopper_rows_config import Config
 from hpc.common.gluon import (
     TensorDescriptor,
@@ -275,37 +277,6 @@ def _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, n, n0, 
 
 
 @gluon.jit
-def _finish(o, m, l, b, h, row0, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr, stride_o_tok,
-            stride_o_head, num_q_heads, C: gl.constexpr):  # fmt: skip
-    """Write a finished request's output, or its partial when it has other chunks."""
-    L: gl.constexpr = gl.SliceLayout(1, C.MMA)
-    LO: gl.constexpr = gl.SliceLayout(1, C.MMO)
-    r = gl.arange(0, C.M, LO) + row0
-    d = gl.expand_dims(gl.arange(0, C.DV, gl.SliceLayout(0, C.MMO)), 0)
-    mask = gl.expand_dims(r < C.ROWS, 1) & (d >= 0)
-    rr = gl.arange(0, C.M, L) + row0
-    if whole:
-        head = h * C.G + rr % C.G
-        shrink = gl.full([C.M], 1.0, gl.float32, L)
-        if C.SINKS:
-            sink = gl.load(sinks_ptr + head, mask=rr < C.ROWS, other=float("-inf"))
-            m, l, shrink = add_sink(m, l, sink)
-        if C.LSE:
-            lse = gl.where(l > 0, (m + gl.log2(l)) / _LOG2E, float("-inf"))
-            gl.store(lse_ptr + (b * C.S + rr // C.G) * num_q_heads + head, lse, mask=rr < C.ROWS)
-        factor = gl.convert_layout(shrink * gl.where(l > 0, vs / l, 0.0), LO)
-        out = o_ptr + (b * C.S).to(gl.int64) * stride_o_tok
-        at = (r // C.G) * stride_o_tok + (h * C.G + r % C.G) * stride_o_head
-        value = (o * gl.expand_dims(factor, 1)).to(gl.bfloat16)
-        gl.store(out + gl.expand_dims(at, 1) + d, value, mask=mask)
-    else:
-        base = (slot.to(gl.int64) * C.HKV + h) * C.ROWS
-        gl.store(ml_ptr + (base + rr) * 2, m, mask=rr < C.ROWS)
-        gl.store(ml_ptr + (base + rr) * 2 + 1, l, mask=rr < C.ROWS)
-        gl.store(part_ptr + gl.expand_dims((base + r) * C.DV, 1) + d, o, mask=mask)
-
-
-@gluon.jit
 def _consumer(WG: gl.constexpr, read, computed, work, C: gl.constexpr):
     """A warpgroup that computes 64 rows; see the module docstring."""
     qview, qwords, kview, vview, k_full, k_empty, v_full, v_empty = read
@@ -402,7 +373,7 @@ def _consumer(WG: gl.constexpr, read, computed, work, C: gl.constexpr):
             slot = g
         else:
             slot = 2 * g + gl.where(t == lo, 1, 0)
-        _finish(o, m, l, b, h, row, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr, stride_o_tok,
+        finish_rows(o, m, l, b, h, row, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr, stride_o_tok,
                 stride_o_head, num_q_heads, C)  # fmt: skip
         if C.FUSED:
             if not whole:
