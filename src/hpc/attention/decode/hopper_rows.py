@@ -374,14 +374,14 @@ def _consumer(WG: gl.constexpr, read, computed, work, C: gl.constexpr):
         else:
             slot = 2 * g + gl.where(t == lo, 1, 0)
         finish_rows(o, m, l, b, h, row, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr, stride_o_tok,
-                stride_o_head, num_q_heads, C)  # fmt: skip
+                    stride_o_head, num_q_heads, C)  # fmt: skip
         if C.FUSED:
             if not whole:
                 begins = t == lo
                 g0 = gl.where(begins, g, first_g0)
                 n_chunks = gl.where(begins, last_chunks, first_chunks)
-                merge_last(g - g0, g0, n_chunks, b, h, hr, row, n_bins, o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr,
-                           vs, sinks_ptr, stride_o_tok, stride_o_head, num_q_heads, C)  # fmt: skip
+                merge_last(g - g0, g0, n_chunks, b, h, hr, _anew(row0), n_bins, o_ptr, lse_ptr, part_ptr, ml_ptr,
+                           count_ptr, vs, sinks_ptr, stride_o_tok, stride_o_head, num_q_heads, C)  # fmt: skip
         length = next_length
         next_length = length_of(seq_ptr, b + 2, batch, extra)
         lo, full = tiles_of(length, C.S, window, C.WINDOW)
