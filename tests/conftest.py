@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -31,6 +32,11 @@ GPUS = _gpu_count()
 if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by Triton when it is first imported
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    sys.path.insert(0, str(Path(__file__).parent))
+    import fast_interpreter
+
+    fast_interpreter.install()
 
 try:
     from hypothesis import settings

@@ -1,9 +1,8 @@
-"""`hpc tune` around the search, with plans that sleep, on the CPU."""
+"""`hpc tune` around the search, on the CPU, with plans whose time is made up: a busy machine changes nothing."""
 
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hpc.bench import tune
+from hpc.bench import runner as bench_runner
+from hpc.bench import timer, tune
 from hpc.cli import app
 from hpc.common import operator, plan_table, registry
 
@@ -24,8 +24,8 @@ class Plan:
     delay_us: int = 400
 
 
-class Sleeper:
-    """Operator and tuning in one: x -> 2 x after a sleep that the plan sets."""
+class Sleeper(timer.HostClock):
+    """Operator, tuning and clock in one: x -> 2 x, and a call moves the clock by what its plan says."""
 
     name = "fake.sleep"
     functions = ()
@@ -34,6 +34,10 @@ class Sleeper:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.now_us = 0.0
+
+    def mark(self):
+        return self.now_us * 1e-6
 
     def cases(self, tag: str = "") -> list[operator.Case]:
         return [operator.Case("small", frozenset(), 8), operator.Case("large", frozenset(), 16)]
@@ -70,7 +74,7 @@ class Sleeper:
             raise RuntimeError("no such kernel")
 
         def call():
-            time.sleep(plan.delay_us * 1e-6)
+            self.now_us += plan.delay_us
             return 2.0 * inputs
 
         return call
@@ -82,6 +86,7 @@ def sleeper(monkeypatch, tmp_path) -> Sleeper:
     monkeypatch.setattr(registry, "names", lambda: ["fake.sleep"])
     monkeypatch.setattr(registry, "get", lambda name: chosen)
     monkeypatch.setattr(tune, "load", lambda name: chosen)
+    monkeypatch.setattr(bench_runner, "make_clock", lambda device: chosen)
     return chosen
 
 
@@ -94,7 +99,7 @@ def test_a_better_plan_is_written_and_shown(sleeper) -> None:
         (8, {"delay_us": 100}),
         (16, {"delay_us": 100}),
     ]
-    assert all(entry.gain > 1.5 for entry in table.entries)
+    assert all(entry.gain == pytest.approx(4.0) for entry in table.entries)
 
 
 def test_dry_run_writes_nothing_and_json_is_one_document(sleeper) -> None:
@@ -103,7 +108,7 @@ def test_dry_run_writes_nothing_and_json_is_one_document(sleeper) -> None:
     (report,) = json.loads(result.stdout)
     assert report["written"] is None and not sleeper.folder.exists()
     (point,) = report["points"]
-    assert point["best"] == {"delay_us": 100} and point["times"]["small"]["analytic_us"] > 300
+    assert point["best"] == {"delay_us": 100} and point["times"]["small"]["analytic_us"] == pytest.approx(400)
 
 
 def test_where_the_analytic_choice_wins_no_table_is_left(sleeper) -> None:

@@ -7,7 +7,6 @@ Run in a process of its own, without TRITON_INTERPRET: `python compile_moe.py [n
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-WORKERS = 2
+import workers
 
 # Name -> (tokens, experts, hidden, intermediate, block scales, alternative or None for the choice).
 CASES: dict[str, tuple[int, int, int, int, bool, str | None]] = {
@@ -38,19 +37,32 @@ CASES: dict[str, tuple[int, int, int, int, bool, str | None]] = {
     "tensor tile 16, I = 80": (64, 128, 2048, 80, False, None),
     "tensor portable": (64, 128, 2048, 768, False, "portable"),
     "block portable": (1024, 128, 2048, 80, True, "portable"),
+    "bf16 portable": (64, 128, 2048, 768, False, "portable"),
+    "bf16 portable, many rows": (2048, 32, 2048, 768, False, "portable"),
+    "tensor portable, all parts": (64, 128, 2048, 768, False, "portable"),
+    "tensor no combine": (512, 192, 4096, 192, False, None),
 }
+# What more these calls ask for, by `MoeCase` field.
+PARTS: dict[str, dict[str, Any]] = {
+    "bf16 portable": {"bf16_weights": True, "bias": "bfloat16"},
+    "bf16 portable, many rows": {"bf16_weights": True},
+    "tensor portable, all parts": {
+        "static": False, "bf16_input": True, "bias": "float32", "weight_on_input": True, "swiglu_alpha": 1.702,
+    },
+    "tensor no combine": {"no_combine": True, "shared_experts": 1, "static": False, "bf16_input": True},
+}  # fmt: skip
 INSTRUCTIONS = {
     "tma": r"cp\.async\.bulk\.tensor",
     "cp.async": r"cp\.async\.c[ag]",
     "wgmma e4m3": r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3",
-    "matrix f16": r"(?:wgmma\.mma_async|mma\.sync)\S*\.f32\.f16\.f16",
+    "matrix f16": r"(?:wgmma\.mma_async|mma\.sync)\S*\.f32\.(?:f16\.f16|bf16\.bf16)",
     "griddepcontrol.wait": r"griddepcontrol\.wait",
 }
 
 
 def main(names: list[str]) -> None:
     # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers.COUNT, workers.context()) as pool:
         for job in as_completed([pool.submit(compile_case, name) for name in names]):
             for report in job.result():
                 print(json.dumps(report), flush=True)
@@ -75,10 +87,11 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         )
 
     tokens, experts, hidden, inter, block, backend = CASES[name]
-    params = MoeCase(tokens, experts, hidden, inter, block=block)
+    params = MoeCase(tokens, experts, hidden, inter, block=block, **PARTS.get(name, {}))
     chosen = None
     if backend == "portable":
-        chosen = plan.Plan(backend, 32 if block else 16, 128, tokens * 8 <= plan.FUSED_PAIRS)
+        tile = 64 if "many rows" in name else 32 if block else 16
+        chosen = plan.Plan(backend, tile, 128, tokens * 8 <= plan.FUSED_PAIRS)
     elif backend is not None:
         chosen = plan.alternatives(warm.key_of(params, "sm90"))[backend]
     with mock.patch.object(triton.knobs.compilation, "listener", listener):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-WORKERS = 2
+import workers
+
 FEATURES = {"window": True, "logit_cap": True, "sinks": True, "return_lse": True}
 SHAPES: dict[str, dict[str, Any]] = {
     "64/8 d128": {},
@@ -38,6 +38,20 @@ CASES: dict[str, dict[str, Any]] = {
 CASES |= {
     "bf16 64/8 d128 full": {"causal": False, "quant_type": -1},
     "bf16 64/8 d128 short": {"quant_type": -1, "short": True},
+    "fp8 8/1 d128 page 16 window": {
+        "q_heads": 8,
+        "kv_heads": 1,
+        "page_size": 16,
+        "window": True,
+        "quant_type": 1,
+    },
+    "fp8 4/4 d128 full window": {
+        "q_heads": 4,
+        "kv_heads": 4,
+        "causal": False,
+        "window": True,
+        "quant_type": 1,
+    },
     "fp8 64/8 d128 three stages": {"quant_type": 1, "plan": {"stages": 3}},
     "bf16 64/8 d64": {"head_dim": 64, "v_dim": 64, "quant_type": -1},
     "bf16 64/8 d128 portable": {"tma": False, "quant_type": -1},
@@ -46,6 +60,20 @@ CASES |= {
     "bf16 64/8 d192/128 portable": {"head_dim": 192, "v_dim": 128, "quant_type": -1},
     "bf16 64/8 d128 ragged": {"page_size": 0, "quant_type": -1},
     "fp8 64/8 d128 per token": {"quant_type": 0},
+    "bf16 8/1 d128 split": {
+        "q_heads": 8,
+        "kv_heads": 1,
+        "quant_type": -1,
+        "return_lse": True,
+        "plan": {"splits": 32},
+    },
+    "fp8 8/1 d128 split": {
+        "q_heads": 8,
+        "kv_heads": 1,
+        "quant_type": 1,
+        "sinks": True,
+        "plan": {"splits": 8},
+    },
 }
 INSTRUCTIONS = {
     "tma load": r"cp\.async\.bulk\.tensor\.\dd\.shared",
@@ -62,7 +90,7 @@ INSTRUCTIONS = {
 
 def main(names: list[str]) -> None:
     # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers.COUNT, workers.context()) as pool:
         for job in as_completed([pool.submit(compile_case, name) for name in names]):
             for report in job.result():
                 print(json.dumps(report), flush=True)
@@ -162,7 +190,7 @@ def launch_call(fields: dict[str, Any]) -> None:
     )
     chosen = replace(plan.sm90(key), **plan_fields)
     if plan.is_legal(chosen, key) is not None:
-        chosen = plan.portable(key)
+        chosen = replace(plan.portable(key), splits=chosen.splits)
     call = launch.Call(key, chosen, 0, layout, 1024 if key.window else None)
     tiles = plan.bound(rows, batch, chosen.tile_tokens)
     table = torch.zeros(plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS, dtype=torch.int32)
@@ -188,11 +216,13 @@ def launch_call(fields: dict[str, Any]) -> None:
 def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
     """Registers, spills and warnings as ptxas reports them, shared memory, and counts of instructions."""
     import triton
+    from sass_uniform import stray_reads
 
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ptxas), "-arch=sm_90a", "-v", str(ptx), "-o", f"{folder}/kernel.cubin"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        stray = stray_reads(Path(folder) / "kernel.cubin")
     text = ptx.read_text()
     if folder := os.environ.get("KEEP"):
         (Path(folder) / f"{ptx.stem}.ptx").write_text(text)
@@ -200,6 +230,7 @@ def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
         "regs": max(map(int, re.findall(r"Used (\d+) registers", log))),
         "spill": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log))),
         "warnings": sorted(set(re.findall(r"C75\d\d", log))),
+        "stray": stray,
         "shared": metadata["shared"],
         # what Triton leaves the first role, after the numbers that the others ask for
         "first_role": max(map(int, re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", text)), default=0),

@@ -6,7 +6,6 @@ Run in a process of its own, without TRITON_INTERPRET: `python compile_rope.py [
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-WORKERS = 2
+import workers
+
 QUERY = "quantise queries"
 # Name -> fields of a `RopeCase`.
 CASES: dict[str, dict[str, Any]] = {
@@ -62,8 +62,7 @@ INSTRUCTIONS = {
 
 def main(names: list[str]) -> None:
     # a fresh interpreter each: a kernel keeps what it was first compiled for
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(WORKERS, context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(workers.COUNT, workers.context(), max_tasks_per_child=1) as pool:
         for job in as_completed([pool.submit(compile_case, name) for name in names]):
             for report in job.result():
                 print(json.dumps(report), flush=True)

@@ -6,7 +6,6 @@ Run in a process of its own, without TRITON_INTERPRET: `python compile_router.py
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-WORKERS = 2
+import workers
+
 SMS = 132
 
 # Name -> (model or "", m, n, k, terms, fields of the plan); None: what is chosen for the call.
@@ -67,7 +67,7 @@ INSTRUCTIONS = {
 
 def main(names: list[str]) -> None:
     # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers.COUNT, workers.context()) as pool:
         for job in as_completed([pool.submit(compile_case, name) for name in names]):
             for report in job.result():
                 print(json.dumps(report), flush=True)

@@ -3,7 +3,7 @@
 One CTA at a time, its warps one after the other until each blocks. Timing is chosen to hurt: a TMA copy is complete as
 soon as it is issued, a `wgmma` reads its operands only when a wait demands its result. So a stage that is handed back
 too early is overwritten before it is read, and a barrier that nobody completes is a `Deadlock`. Registers hold raw
-bits, 32 lanes of a warp in one array. Branches must be uniform in a warp, as Triton makes them.
+bits, 32 lanes of a warp in one array. Branches must be uniform in a warp, as Triton makes them, or jump over some code.
 
 It knows the instructions of the kernels tested with it, and says so when it meets another.
 """
@@ -198,6 +198,8 @@ class Warp:
     waits_for: tuple[int, int] | None = None  # (named barrier, its generation)
     issued: list[Any] = field(default_factory=list)
     groups: list[list[Any]] = field(default_factory=list)
+    jumped: Any = None  # lanes that wait at `until` for those that did not jump
+    until: int = -1
 
 
 class Block:
@@ -248,6 +250,11 @@ class Block:
         mask = np.ones(32, bool)
         if instruction.guard is not None:
             mask = warp.registers[instruction.guard].astype(bool) ^ instruction.negated
+        if warp.jumped is not None:
+            if warp.place == warp.until:
+                warp.jumped = None
+            else:
+                mask = mask & ~warp.jumped
         warp.place += 1
         if instruction.name in NOTHING or (instruction.name != "bra" and not mask.any()):
             return None
@@ -404,10 +411,14 @@ class Block:
             index, table = instruction.operands
             warp.place = self.program.labels[self.program.tables[table][int(self.value(warp, index)[0])]]
             return None
-        assert mask.all() or not mask.any(), f"divergent: {instruction.text}"
+        (label,) = instruction.operands
         if not mask.any():
             return None
-        (label,) = instruction.operands
+        if not mask.all():
+            target = self.program.labels[label]
+            assert warp.jumped is None and target > warp.place, f"divergent: {instruction.text}"
+            warp.jumped, warp.until = mask, target
+            return None
         if label == "waitLoop":
             warp.place = max(start for start in self.program.loops if start < warp.place)
             return "spin"

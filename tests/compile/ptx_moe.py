@@ -50,6 +50,7 @@ class MoeBlock(Block):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.copies: dict[int, list[list[Any]]] = {}  # warp -> groups of copies under way, the last one open
+        self.f16 = False  # the operands of the matrix instruction at hand, else bf16
 
     def value(self, warp: Warp, operand: str) -> Any:
         number = operand[:-1] if operand.startswith("0x") and operand.endswith("U") else operand
@@ -79,17 +80,30 @@ class MoeBlock(Block):
             super()._cvt(warp, instruction, mask)
 
     def _mul(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
-        if instruction.kinds[-1] not in ("bf16", "bf16x2"):
+        if instruction.kinds[-1] not in ("bf16", "bf16x2", "f16x2"):
             self._compute(warp, instruction, mask)
             return
         target, *operands = instruction.operands
         x, y = (self.value(warp, o) for o in operands)
         out = np.zeros(32, U64)
+        if instruction.kinds[-1] == "f16x2":
+            a, b = (v.astype(np.uint32).view(np.float16) for v in (x, y))
+            self.put(warp, target, (a * b).view(np.uint32).astype(U64), mask)
+            return
         for half in range(2 if instruction.kinds[-1] == "bf16x2" else 1):
             shift = U64(16 * half)
             a, b = (f32(((v >> shift) & U64(0xFFFF)) << U64(16)) for v in (x, y))
             out |= bf16_codes(a * b) << shift
         self.put(warp, target, out, mask)
+
+    def _mma(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
+        self.f16 = instruction.kinds[-2] == "f16"
+        super()._mma(warp, instruction, mask)
+
+    def _half(self, warp: Warp, name: str, half: int) -> Any:
+        if not self.f16:
+            return super()._half(warp, name, half)
+        return (self.value(warp, name) >> U64(16 * half)).astype(np.uint16).view(np.float16)
 
     def _prmt(self, warp: Warp, instruction: Instruction, mask: Any) -> None:
         target, *operands = instruction.operands

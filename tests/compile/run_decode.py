@@ -8,7 +8,6 @@ zero.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import sys
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-WORKERS = 2
+import workers
+
 MIXED = [700, 0, 64, 1, 129, 513]
 FEW = [300, 0, 1, 65, 130]
 
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 def main(names: list[str]) -> None:
     # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with multiprocessing.get_context("spawn").Pool(WORKERS, maxtasksperchild=1) as pool:
+    with workers.context().Pool(workers.COUNT, maxtasksperchild=1) as pool:
         for result in pool.imap_unordered(run_case, names, chunksize=1):
             print(json.dumps(result), flush=True)
 

@@ -6,7 +6,6 @@ Run in a process of its own, without TRITON_INTERPRET: `python run_moe.py [name 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import sys
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-WORKERS = 2
+import workers
+
 PROGRAMS = 3  # of the products: more items than programs, and items cut between them
 
 # Name -> (tokens, experts, hidden, inter, block scales, tile, boxes, warps, producer warps, shared order).
@@ -44,11 +44,19 @@ TINY: dict[str, tuple[int, int, int, int, bool]] = {
     "tiny tensor": (2, 3, 256, 48, False),
     "tiny block": (2, 3, 256, 144, True),
 }
+# The portable products with the parts that only they have: fields of `MoeCase`.
+PORTABLE: dict[str, dict[str, Any]] = {
+    "portable bf16": {"bf16_weights": True, "bias": "bfloat16", "weight_on_input": True, "no_combine": True},
+    "portable dynamic": {
+        "static": False, "bf16_input": True, "bias": "float32", "swiglu_alpha": 1.702, "swiglu_limit": 0.7,
+        "no_combine": True,
+    },
+}  # fmt: skip
 
 
 def main(names: list[str]) -> None:
     # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with multiprocessing.get_context("spawn").Pool(WORKERS, maxtasksperchild=1) as pool:
+    with workers.context().Pool(workers.COUNT, maxtasksperchild=1) as pool:
         for result in pool.imap_unordered(run_case, names, chunksize=1):
             print(json.dumps(result), flush=True)
 
@@ -123,6 +131,8 @@ def run_case(name: str) -> dict[str, Any]:
     from hpc.moe.case_lists import MoeCase
 
     torch.set_num_threads(1)
+    if name in PORTABLE:
+        return {"name": name, "triton": triton.__version__, **portable(name)}
     if name in TINY:
         return {"name": name, "triton": triton.__version__, **tiny(name)}
     tokens, experts, hidden, inter, block, tile, boxes, warps, producers, in_turn = CASES[name]
@@ -319,6 +329,52 @@ def tiny(name: str) -> dict[str, Any]:
     }
 
 
+def portable(name: str) -> dict[str, Any]:
+    """Both products, uncombined: y of every pair, tails along H and I."""
+    import torch
+    from ptx_moe import launch
+
+    from hpc.moe import cases, plan
+    from hpc.moe.case_lists import MoeCase
+    from hpc.moe.reference import quantise_input
+
+    params = MoeCase(9, 3, 192, 80, top_k=2, **PORTABLE[name])
+    inputs = cases.make_inputs(params, "cpu", len(name))
+    key = cases.key_of(inputs)
+    texts = compiled(params, plan.Plan("portable", 16, 16, True))
+    x, x_scale = (inputs.x, None) if params.bf16_weights else quantise_input(inputs.x, None)
+    memory, zero = Memory(), torch.zeros(1)
+    index = index_of(inputs.topk_ids, params.experts, 16)
+    lists = [memory.put(index[field]) for field in ("expert", "start", "rows", "num_tiles", "pair")]
+    a = memory.put(torch.full((key.pairs, key.inter), torch.nan, dtype=torch.bfloat16))
+    a_scale = memory.put(torch.full((key.groups, key.pairs), torch.nan))
+    y = torch.full((key.pairs, key.hidden), torch.nan, dtype=torch.bfloat16)
+    at = memory.put(y)
+
+    def put(*tensors: Any) -> list[int]:
+        return [memory.put(zero if tensor is None else tensor) for tensor in tensors]
+
+    up = (
+        *put(x, x_scale, inputs.w13, inputs.w13_scale, None, inputs.w13_bias),
+        *(put(inputs.topk_scale) if params.weight_on_input else []), *lists, a, a_scale, key.pairs, key.top_k,
+        key.hidden, key.inter, key.inter, 2,
+    )  # fmt: skip
+    down = (a, a_scale, *put(inputs.w2, inputs.w2_scale, inputs.w2_bias), *lists, at, key.pairs, key.hidden, key.inter,
+            key.inter)  # fmt: skip
+    for kernel, given in (("gate_up", up), ("down", down)):
+        ptx = texts[f"_moe_{kernel}_kernel"]
+        _, first = numbers(ptx, len(given))
+        assert first == 0, (kernel, first)  # block scales' rows and columns are 1, which Triton builds in
+        launch(ptx, (PROGRAMS, 1, 1), dict(enumerate(given)), memory.bytes, {})
+    got, want = memory.get(at, y).double(), cases.reference(inputs).flatten(0, 1)
+    return {
+        "flips": 0.0,
+        "far": 0.0,
+        "nan": int(got.isnan().sum()),
+        "rms": float((got - want).norm() / want.norm()),
+    }
+
+
 def kept_arguments(kernel: str, arguments: tuple[Any, ...]) -> list[bool]:
     """Whether an argument is one of the compiled kernel: Triton builds integers of 1 in, where it may."""
     free = {"up": (7, 8), "down": (7, 8, 12)}[
@@ -329,4 +385,4 @@ def kept_arguments(kernel: str, arguments: tuple[Any, ...]) -> list[bool]:
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # before a worker imports Triton
-    main(sys.argv[1:] or [*CASES, *TINY])
+    main(sys.argv[1:] or [*CASES, *TINY, *PORTABLE])

@@ -6,7 +6,6 @@ Run in a process of its own, without TRITON_INTERPRET: `python run_router.py [na
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import sys
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-WORKERS = 2
+import workers
+
 SCALE = 1.0 / 256.0
 
 TILE: dict[str, Any] = {"kernel": "tile", "warps": 4, "stages": 3}
@@ -46,7 +46,7 @@ CTAS = 3  # of the tile kernel
 
 def main(names: list[str]) -> None:
     # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with multiprocessing.get_context("spawn").Pool(WORKERS, maxtasksperchild=1) as pool:
+    with workers.context().Pool(workers.COUNT, maxtasksperchild=1) as pool:
         for result in pool.imap_unordered(run_case, names, chunksize=1):
             print(json.dumps(result), flush=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import INSTALLED, NEWEST, SHARED_MEMORY, reports, run
+from processes import INSTALLED, NEWEST, SHARED_MEMORY, few_or_all, reports, run
 
 # Instructions that a kernel is built on.
 NEEDED = {
@@ -35,11 +35,15 @@ def complaints(report: dict[str, Any]) -> list[str]:
     return [f"{report['name']}, {kernel}: {complaint}" for complaint in found]
 
 
-@pytest.mark.parametrize("version", [INSTALLED, pytest.param(NEWEST, marks=pytest.mark.slow)])
+# Every kernel once.
+FEW = ["row", "small 3 terms", "tile 64x32", "tile 128x96", "block 3 terms", "topk DeepSeek-V3"]
+
+
+@few_or_all(FEW)
 def test_kernels_compile_as_designed(
-    version: str, root: Path, clean_environ: dict[str, str], tmp_path: Path
+    version: str, names: list[str], root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    found = reports(version, root, clean_environ, tmp_path, "compile_router.py")
+    found = reports(version, root, clean_environ, tmp_path, "compile_router.py", names)
     names = {report["kernel"] for report in found}
     assert names == {*NEEDED, "_router_block_kernel", "_router_sum_kernel"}
     assert [line for report in found for line in complaints(report)] == []

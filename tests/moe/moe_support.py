@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hpc.moe import launch, plan
-from hpc.moe.cases import MoeInputs, key_of
-from hpc.moe.validate import Arguments
+from hpc.moe.cases import MoeInputs, arguments, key_of, result_shape
+from hpc.moe.entry import scale_sizes
 from hpc.testing import poisoned
 
 
@@ -25,28 +25,18 @@ class InterpretedKernel:
         self.fn[grid](*args)
 
 
-def arguments(inputs: MoeInputs, output: torch.Tensor | None = None) -> Arguments:
-    """The tensors of a case by role."""
-    return Arguments(
-        inputs.x, inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale, inputs.topk_ids, inputs.topk_scale,
-        inputs.x_scale, inputs.act_scale, inputs.shared_output, output, inputs.input_scale,
-    )  # fmt: skip
-
-
 def interpret(
     monkeypatch: pytest.MonkeyPatch, inputs: MoeInputs, chosen: plan.Plan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, launch.Call]:
     """(output, scratch, call). Scratch and output are 0xFF bytes before the run: NaN in every format."""
     monkeypatch.setattr(launch, "Kernel", InterpretedKernel)
     p, key = inputs.params, key_of(inputs)
-    scales = tuple(
-        (s.shape[1], s.shape[2]) if s.dim() == 3 else (1, 1) for s in (inputs.w13_scale, inputs.w2_scale)
-    )
+    scales = scale_sizes(inputs.w13_scale, inputs.w2_scale)
     call = launch.Call(
         key, chosen or plan.choose(key), 0, p.rank, p.shared, key.hidden, scales, interpret=True
     )
     scratch = torch.full((call.layout.size,), 255, dtype=torch.uint8)
-    out = poisoned((p.tokens, p.hidden), torch.bfloat16)
+    out = poisoned(result_shape(p), torch.bfloat16)
     call.launch(0, arguments(inputs), p.factor, out, scratch)
     return out, scratch, call
 

@@ -50,7 +50,14 @@ BAD: dict[str, tuple[bool, str, Change, type[Exception], str]] = {
     "alpha as a tensor": (False, "swiglu_alpha", lambda a: torch.ones(1), InvalidArgument, "positive"),
     "x 1-D": (False, "x", lambda a: a["x"][0], InvalidArgument, "2 dimensions"),
     "x strided": (False, "x", lambda a: a["x"].t().contiguous().t(), InvalidArgument, "contiguous"),
-    "weight in bf16": (False, "gate_up_weight", lambda a: a["gate_up_weight"].bfloat16(), InvalidDtype, "float8"),
+    "weight in bf16": (
+        False, "gate_up_weight", lambda a: a["gate_up_weight"].bfloat16(), InvalidDtype, "float8.*fuse_moe_bf16",
+    ),
+    "bias in fp16": (False, "gate_up_bias", lambda a: torch.zeros(4, 128).half(), InvalidDtype, "bfloat16 or float32"),
+    "bias of one half": (True, "gate_up_bias", lambda a: torch.zeros(4, 64), InvalidArgument, r"\[4, 128\]"),
+    "bias strided": (False, "down_bias", lambda a: torch.zeros(128, 4).t(), InvalidArgument, "contiguous"),
+    "no combine as a number": (False, "no_combine", lambda a: 1, InvalidArgument, "a bool"),
+    "weight on input as None": (True, "apply_router_weight_on_input", lambda a: None, InvalidArgument, "a bool"),
     "weight of another hidden size": (
         False, "gate_up_weight", lambda a: torch.zeros(4, 128, 64, dtype=torch.float8_e4m3fn), InvalidArgument, "shape",
     ),
@@ -100,10 +107,23 @@ def test_bad_argument(name: str) -> None:
     assert "; got " in text
 
 
-def test_bf16_activations_need_one_kind_of_scale() -> None:
+def test_arguments_that_exclude_one_another() -> None:
     tensor, block = good(False), good(True)
     with pytest.raises(
-        InvalidDtype, match=r"'input_scale': expected .*the float32 scale that x is divided by"
+        InvalidArgument, match=r"'routed_scaling_factor': expected 1\.0 with no_combine; got 2\.5"
+    ):
+        hpc.fuse_moe(**tensor, no_combine=True, routed_scaling_factor=2.5)
+    shared = torch.zeros(3, 128, dtype=torch.bfloat16)
+    with pytest.raises(InvalidArgument, match="'shared_output': expected None with no_combine"):
+        hpc.fuse_moe_blockwise(**block, no_combine=True, shared_output=shared)
+    with pytest.raises(InvalidArgument, match=r"'output': expected shape \[3, 2, 128\]; got \[3, 128\]"):
+        hpc.fuse_moe(**tensor, no_combine=True, output=shared)
+    with pytest.raises(InvalidArgument, match="'output': expected shape"):
+        hpc.fuse_moe(**tensor, output=torch.zeros(3, 2, 128, dtype=torch.bfloat16))
+    with pytest.raises(InvalidDtype, match=r"'x': expected dtype bfloat16; got float8_e4m3fn"):
+        hpc.fuse_moe_bf16(*(tensor[name] for name in (*TENSOR[:3], *TENSOR[6:])), 0, 4)
+    with pytest.raises(
+        InvalidArgument, match="'input_scale': expected a scale for BF16 x beside act_and_mul_scale"
     ):
         hpc.fuse_moe(**{**tensor, "x": tensor["x"].to(torch.bfloat16)})
     with pytest.raises(InvalidArgument, match="'x_scale': expected None for BF16 x"):

@@ -14,11 +14,17 @@ from hpc.moe.case_lists import MoeCase
 from hpc.moe.cases import MoeInputs
 
 HERE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-NAMES = pytest.mark.parametrize("name", [*ops.PER_TENSOR, *ops.BLOCK])
+NAMES = pytest.mark.parametrize("name", [*ops.PER_TENSOR, *ops.BLOCK, *ops.BF16])
 
 
-def make(name: str, where: str = "cpu") -> MoeInputs:
-    return cases.make_inputs(MoeCase(5, 4, 128, 64, top_k=2, block=name in ops.BLOCK, shared=True), where, 1)
+def make(name: str, where: str = "cpu", **fields: Any) -> MoeInputs:
+    base: dict[str, Any] = {
+        "top_k": 2,
+        "block": name in ops.BLOCK,
+        "bf16_weights": name in ops.BF16,
+        "shared": True,
+    }
+    return cases.make_inputs(MoeCase(5, 4, 128, 64, **{**base, **fields}), where, 1)
 
 
 def positional(name: str, i: MoeInputs) -> tuple[Any, ...]:
@@ -26,12 +32,14 @@ def positional(name: str, i: MoeInputs) -> tuple[Any, ...]:
     tail = (i.topk_ids, i.topk_scale, i.shared_output, 0, 4)
     if name in ops.BLOCK:
         return (i.x, i.x_scale, i.w13, i.w13_scale, i.w2, i.w2_scale, *tail)
+    if name in ops.BF16:
+        return (i.x, i.w13, i.w2, *tail)
     return (i.x, i.w13, i.w2, i.w13_scale, i.w2_scale, i.act_scale, *tail)
 
 
 def public(name: str, i: MoeInputs, **more: Any) -> torch.Tensor:
     args = positional(name, i)
-    result: torch.Tensor = getattr(hpc, name)(*args[:8], 0, 4, shared_output=i.shared_output, **more)
+    result: torch.Tensor = getattr(hpc, name)(*args[:-3], 0, 4, shared_output=i.shared_output, **more)
     return result
 
 
@@ -77,6 +85,23 @@ def test_opcheck(name: str) -> None:
     inputs = make(name)
     tests = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(getattr(torch.ops.hpc, name).default, positional(name, inputs), test_utils=tests)
+
+
+@HERE
+@pytest.mark.parametrize("name", ["fuse_moe", "fuse_moe_blockwise", "fuse_moe_bf16"])
+def test_options_go_through_the_op(name: str, where: str) -> None:
+    """Biases, y uncombined, the router's weight on the input: traced, and the fake of that shape."""
+    inputs = make(name, where, shared=False, bias="float32")
+    options: dict[str, Any] = {
+        "gate_up_bias": inputs.w13_bias, "down_bias": inputs.w2_bias, "no_combine": True,
+        "apply_router_weight_on_input": True,
+    }  # fmt: skip
+    expected = public(name, inputs, **options)
+    compiled = torch.compile(lambda: public(name, inputs, **options) * 1.0, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(), expected)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = getattr(torch.ops.hpc, name)(*positional(name, inputs), **options)
+    assert (fake.shape, fake.dtype) == (expected.shape, expected.dtype) and fake.dim() == 3
 
 
 @HERE

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc.moe import case_lists, plan
+from hpc.moe import case_lists, plan, scratch
 from hpc.moe.plan import Key
 
 SIZES = [(4096, 192), (4096, 1536), (2048, 768), (512, 80), (192, 16), (7168, 2048), (64, 320), (6144, 64)]
@@ -65,11 +65,11 @@ def test_scratch_fields_do_not_overlap() -> None:
     """Fields follow one another on ALIGN bytes, each as large as what the kernels write."""
     for each in KEYS:
         chosen = plan.choose(each)
-        layout = plan.scratch(each, chosen)
+        layout = scratch.layout(each, chosen)
         tiny = chosen.backend == "tiny"
         needed = {
-            "counts": 0 if chosen.fused_index else 4 * layout.num_chunks * plan.expert_bins(each),
-            "totals": 4 * plan.expert_bins(each),
+            "counts": 0 if chosen.fused_index else 4 * layout.num_chunks * scratch.expert_bins(each),
+            "totals": 4 * scratch.expert_bins(each),
             "expert": 4 * layout.max_tiles, "start": 4 * layout.max_tiles, "rows": 4 * layout.max_tiles,
             "num_tiles": 4, "pair": 4 * each.pairs, "row": 4 * each.pairs, "counters": 4 * layout.num_counters,
             "act": each.pairs * each.inter, "act_scale": 4 * each.pairs * each.groups * each.block_scales,
@@ -78,7 +78,7 @@ def test_scratch_fields_do_not_overlap() -> None:
         starts = [getattr(layout, name) for name in needed]
         assert starts == sorted(starts)
         for (name, size), end in zip(needed.items(), [*starts[1:], layout.size], strict=True):
-            assert getattr(layout, name) % plan.ALIGN == 0
+            assert getattr(layout, name) % scratch.ALIGN == 0
             assert end - getattr(layout, name) >= size, (each, name)
 
 
@@ -86,7 +86,7 @@ def test_tiles_of_any_routing_fit() -> None:
     """ceil(count / tile) summed over experts never exceeds max_tiles, whatever the counts."""
     for each in KEYS:
         chosen = plan.choose(each)
-        layout = plan.scratch(each, chosen)
+        layout = scratch.layout(each, chosen)
         for busy in (1, each.num_experts // 2 + 1, each.num_experts):
             ones = min(busy - 1, each.pairs - 1)  # experts with a single row, the rest of the pairs to one
             tiles = ones + plan.ceil_div(each.pairs - ones, chosen.tile)
@@ -124,10 +124,10 @@ def test_long_inputs_run_in_passes_of_bounded_scratch() -> None:
         (400000, 22, 128, 128),
         (32768, 8, 4096, 192),
     ):
-        step = plan.chunk_tokens(tokens, top_k, hidden, inter)
+        step = scratch.chunk_tokens(tokens, top_k, hidden, inter)
         part = key(step, top_k=top_k, hidden=hidden, inter=inter, num_experts=16, experts_total=256)
-        size = plan.scratch(part, plan.choose(part)).size
-        assert size <= 1.2 * plan.SCRATCH_LIMIT + part.sms * 4 * 128 * 128 * 4
+        size = scratch.layout(part, plan.choose(part)).size
+        assert size <= 1.2 * scratch.SCRATCH_LIMIT + part.sms * 4 * 128 * 128 * 4
         assert step % 128 == 0 or step == tokens
         assert plan.ceil_div(tokens, step) * top_k * step < 2**31
 

@@ -11,6 +11,7 @@ import hpc
 from hpc.common.errors import InvalidArgument, InvalidDtype
 from hpc.moe import cases
 from hpc.moe.case_lists import MoeCase
+from hpc.testing import assert_close
 
 
 @pytest.mark.parametrize(("inter", "hidden"), [(24, 128), (80, 160), (64, 72), (64, 128)])
@@ -28,6 +29,59 @@ def test_padding_gives_the_unpadded_result(inter: int, hidden: int) -> None:
     torch.testing.assert_close(
         out[:, :hidden].double(), expected, rtol=4e-3, atol=4e-3 * float(expected.abs().max())
     )
+
+
+def test_padding_of_biases_goes_with_that_of_weights() -> None:
+    """Whatever the gate: padded gate columns are 0, and so are their products."""
+    params = MoeCase(5, 3, 160, 24, top_k=2, bf16_weights=True, bias="float32", swiglu_alpha=1.7)
+    inputs = cases.make_inputs(params, "cpu", 1)
+    assert inputs.w13_bias is not None and inputs.w2_bias is not None
+    w13, w2 = hpc.pad_moe_weights(inputs.w13, inputs.w2)
+    b13, b2 = hpc.pad_moe_biases(inputs.w13_bias, inputs.w2_bias)
+    assert b13.shape == (3, 128) and b2.shape == (3, 192) and b13.dtype == torch.float32
+    x = torch.nn.functional.pad(inputs.x, (0, 32))
+    out = cases.run(replace(inputs, x=x, w13=w13, w2=w2, w13_bias=b13, w2_bias=b2))
+    assert not out[:, 160:].any()
+    assert_close(out[:, :160], cases.reference(inputs), cases.tolerance(params))
+    assert hpc.pad_moe_biases(b13, b2) == (b13, b2)
+    with pytest.raises(InvalidArgument, match="2 I columns"):
+        hpc.pad_moe_biases(b13[:, :5], b2)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "block", "bf16"])
+def test_weights_are_checked_at_load(kind: str) -> None:
+    """The call's errors, by the weights' names, before there is an x."""
+
+    def check(hidden: int, inter: int, **changes: torch.Tensor | None) -> None:
+        params = MoeCase(
+            1, 2, hidden, inter, top_k=1, block=kind == "block", bf16_weights=kind == "bf16", bias="bfloat16"
+        )
+        i = cases.make_inputs(params, "cpu", 0)
+        given = {
+            "gate_up_weight": i.w13, "down_weight": i.w2, "gate_up_scale": i.w13_scale, "down_scale": i.w2_scale,
+            "gate_up_bias": i.w13_bias, "down_bias": i.w2_bias,
+        }  # fmt: skip
+        hpc.check_moe_weights(**{**given, **changes})  # type: ignore[arg-type]
+
+    check(128, 80)
+    with pytest.raises(
+        InvalidArgument, match=r"'gate_up_weight': .*H a multiple of 64; got H = 96.*pad_moe_weights"
+    ):
+        check(96, 64)
+    with pytest.raises(
+        InvalidArgument, match=r"'gate_up_weight': .*multiple of 16; got 144 rows.*pad_moe_weights"
+    ):
+        check(128, 72)
+    with pytest.raises(InvalidArgument, match="'down_bias': expected shape"):
+        check(128, 64, down_bias=torch.zeros(2, 64))
+    with pytest.raises(InvalidDtype, match="'down_weight': expected dtype"):
+        check(128, 64, down_weight=torch.zeros(2, 128, 64))
+    if kind == "bf16":
+        with pytest.raises(InvalidArgument, match="'down_scale': expected None for BF16"):
+            check(128, 64, down_scale=torch.ones(2))
+    else:
+        with pytest.raises(InvalidDtype, match=r"'(down|gate_up)(_weight)?_scale': expected a torch.Tensor"):
+            check(128, 64, down_scale=None)
 
 
 def test_weights_that_fit_are_returned_as_they_are() -> None:
@@ -61,6 +115,14 @@ def test_scratch_follows_the_tokens_and_stays_bounded() -> None:
     assert sizes[-1] < 700 * 2**20
     many = hpc.get_fuse_moe_scratch_size(80000, 8, 7168, 2048, 16, 256)
     assert many < 700 * 2**20, "not sized by all ranks' rows"
+    wide = hpc.get_fuse_moe_scratch_size(64, 8, 4096, 1536, 24, bf16_weights=True)
+    assert (
+        wide
+        > hpc.get_fuse_moe_scratch_size(64, 8, 4096, 1536, 24, bf16_weights=True, no_combine=True)
+        + 2 * 512 * 4096
+        - 1
+    )
+    assert hpc.get_fuse_moe_scratch_size(64, 8, 4096, 1536, 24, bf16_input=True) >= sizes[2] + 64 * 4096
     with pytest.raises(InvalidArgument, match="intermediate_size"):
         hpc.get_fuse_moe_scratch_size(1, 8, 4096, 100, 8)
 

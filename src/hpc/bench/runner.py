@@ -132,8 +132,8 @@ def select(op: Operator, names: Sequence[str] | None) -> list[Provider]:
 
 def _release(device: torch.device) -> None:
     """Give gigabytes of inputs and graph pools back before the next case."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

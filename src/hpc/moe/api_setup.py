@@ -1,4 +1,4 @@
-"""What an engine asks before it serves: padding of weights, size of the scratch."""
+"""What an engine asks before it serves: whether weights can be, padding, size of the scratch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,94 @@ import torch
 
 from hpc.common import arch, checks
 from hpc.common.errors import fail
-from hpc.moe import plan, validate
+from hpc.moe import plan, scratch, validate
+
+
+def check_moe_weights(
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> None:
+    """Refuse at load what a call of the fused MoE with these weights would refuse later, with the same message.
+
+    Which function they are for is seen by them: BF16 weights without scales `fuse_moe_bf16`, e4m3 weights with scales
+    of three dimensions `fuse_moe_blockwise`, others `fuse_moe`. Reads no data.
+
+    Args:
+        gate_up_weight: float8_e4m3fn or BF16 [E, 2 I, H].
+        down_weight: of the same dtype, [E, H, I].
+        gate_up_scale, down_scale: float32, as in the function; None for BF16.
+        gate_up_bias, down_bias: as in `fuse_moe`.
+
+    Raises:
+        InvalidArgument, InvalidDtype, UnsupportedDevice: naming argument, expected and got, and what can be done.
+
+    Source: own.
+    """
+    name = "check_moe_weights"
+    checks.is_tensor(name, "gate_up_weight", gate_up_weight)
+    checks.ndim(name, "gate_up_weight", gate_up_weight, 3)
+    wide = gate_up_weight.dtype == torch.bfloat16
+    kind = "bf16" if wide else "block" if getattr(gate_up_scale, "ndim", 1) == 3 else "tensor"
+    for argument, scale in (("gate_up_scale", gate_up_scale), ("down_scale", down_scale)):
+        if wide and scale is not None:
+            fail(name, argument, expected="None for BF16 weights", got="a tensor")
+
+    def none(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=gate_up_weight.device)
+
+    hidden = gate_up_weight.shape[2]
+    x = none(0, hidden, dtype=torch.bfloat16 if wide else validate.FP8)
+    x_scale = none(0, plan.ceil_div(hidden, 128)) if kind == "block" else None
+    args = validate.Arguments(
+        x, gate_up_weight, down_weight, gate_up_scale, down_scale, none(0, 1, dtype=torch.int32), none(0, 1), x_scale,
+        None, None, None, None, gate_up_bias, down_bias, kind,
+    )  # fmt: skip
+    validate.call(name, args, 0, 0, True)
+
+
+def pad_moe_biases(
+    gate_up_bias: torch.Tensor,
+    down_bias: torch.Tensor,
+    *,
+    inter_multiple: int = 64,
+    hidden_multiple: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Biases for the weights that `pad_moe_weights` gives, by zeros.
+
+    Args:
+        gate_up_bias: BF16 or float32 [E, 2 I], gate before up.
+        down_bias: BF16 or float32 [E, H].
+        inter_multiple, hidden_multiple: as in `pad_moe_weights`.
+
+    Returns:
+        (gate_up_bias [E, 2 I'], down_bias [E, H']) of the given dtypes; the given ones where nothing is to be done.
+
+    Raises:
+        InvalidArgument, InvalidDtype: naming argument, expected and got.
+
+    Source: own.
+    """
+    name = "pad_moe_biases"
+    for argument, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+        checks.dtype(name, argument, bias, (torch.bfloat16, torch.float32))
+        checks.ndim(name, argument, bias, 2)
+    experts, columns = gate_up_bias.shape
+    if columns % 2:
+        fail(name, "gate_up_bias", expected="2 I columns", got=f"{columns} columns")
+    checks.shape(name, "down_bias", down_bias, (experts, "H"))
+    more_inter = -columns // 2 % checks.int_range(name, "inter_multiple", inter_multiple, 1)
+    more_hidden = -down_bias.shape[1] % checks.int_range(name, "hidden_multiple", hidden_multiple, 1)
+    if more_inter:
+        halves = gate_up_bias.reshape(experts, 2, columns // 2)
+        gate_up_bias = torch.nn.functional.pad(halves, (0, more_inter)).flatten(1)
+    if more_hidden:
+        down_bias = torch.nn.functional.pad(down_bias, (0, more_hidden))
+    return gate_up_bias, down_bias
 
 
 def pad_moe_weights(
@@ -77,6 +164,9 @@ def get_fuse_moe_scratch_size(
     num_expert_total: int = 0,
     *,
     block_scales: bool = False,
+    bf16_input: bool = False,
+    bf16_weights: bool = False,
+    no_combine: bool = False,
     device: torch.device | str | int = "cuda",
 ) -> int:
     """Bytes that one call of the fused MoE allocates beside its output, freed when it returns.
@@ -90,6 +180,9 @@ def get_fuse_moe_scratch_size(
         num_experts: E of this rank.
         num_expert_total: as the call is given it.
         block_scales: whether the call is one of `fuse_moe_blockwise`.
+        bf16_input: whether x is BF16 and quantised inside.
+        bf16_weights: whether the call is one of `fuse_moe_bf16`.
+        no_combine: as the call is given it.
         device: where it runs; off a GPU the size is that on a reference GPU.
 
     Returns:
@@ -120,9 +213,10 @@ def get_fuse_moe_scratch_size(
     there = arch.is_cuda(device) and arch.gpu_available()
     capability = arch.capability(device) if there else (9, 0)
     key = plan.Key(
-        num_tokens=plan.chunk_tokens(tokens, top_k, hidden, inter), top_k=top_k, num_experts=experts,
+        num_tokens=scratch.chunk_tokens(tokens, top_k, hidden, inter), top_k=top_k, num_experts=experts,
         experts_total=total or experts, hidden=hidden, inter=inter, block_scales=block_scales, bf16_mul=True,
         sms=arch.sm_count(device) if there else arch.REFERENCE_SM_COUNT, sm90=capability[0] == 9,
-        hardware_fp8=capability >= (8, 9),
+        hardware_fp8=capability >= (8, 9), bf16_input=bf16_input or bf16_weights, bf16_weights=bf16_weights,
+        combined=not no_combine,
     )  # fmt: skip
-    return plan.scratch(key, plan.choose(key)).size
+    return scratch.layout(key, plan.choose(key)).size

@@ -17,7 +17,8 @@ class MoeCase:
 
     Routing: "uniform" distinct random experts; "one" every pair to one expert; "zipf" skewed; "half" only even
     experts; "invalid" half of the ids -1 or out of range, their weights NaN; "repeated" ids repeat in a row; "none" no
-    pair is local.
+    pair is local. `static` False, with one scale an expert: scales of BF16 x and of the activations are found inside.
+    `bias`: dtype of both biases.
     """
 
     tokens: int
@@ -36,6 +37,22 @@ class MoeCase:
     activation: str = "silu"
     swiglu_limit: float | None = None
     swiglu_alpha: float | None = None
+    bf16_weights: bool = False
+    static: bool = True
+    bias: str | None = None
+    weight_on_input: bool = False
+    no_combine: bool = False
+    shared_experts: int = 0  # of the rank's experts, the last ones: every token takes them
+
+    @property
+    def routed(self) -> int:
+        """Experts of this rank that ids name."""
+        return self.experts - self.shared_experts
+
+    @property
+    def kind(self) -> str:
+        """Of the weights, as `Arguments` has it."""
+        return "bf16" if self.bf16_weights else "block" if self.block else "tensor"
 
 
 # (experts of the rank, hidden, intermediate of the rank, block scales, ranks)
@@ -101,8 +118,34 @@ def interpret_cases() -> tuple[Case, ...]:
         _tiny("tensor swiglu limit", swiglu_limit=0.7, bf16_mul=False),
         _tiny("block swiglu limit and alpha", block=True, swiglu_limit=0.7, swiglu_alpha=1.702),
         _tiny("block 40 tokens to one expert", block=True, routing="one", tokens=40, top_k=1),
+        *(_tiny(name, **{**_SMALL, **fields}) for name, fields in OPTIONS.items()),
     ]
     return tuple(cases)
+
+
+_SMALL: dict[str, Any] = {"tokens": 3, "experts": 4}
+# What beside the engine's arguments a call can ask for; with block scales, one scale a tensor, or BF16 weights.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tensor no combine": {"no_combine": True, "ranks": 2},
+    "block no combine, invalid": {"block": True, "no_combine": True, "routing": "invalid"},
+    "tensor bf16 bias": {"bias": "bfloat16"},
+    "block fp32 bias, limit and alpha": {
+        "block": True, "bias": "float32", "swiglu_limit": 0.7, "swiglu_alpha": 1.702, "inter": 80,
+    },
+    "tensor weight on input": {"weight_on_input": True, "shared": True, "factor": 2.5},
+    "block weight on input, top-1": {"block": True, "weight_on_input": True, "top_k": 1},
+    "tensor dynamic": {"static": False, "inter": 144, "hidden": 192},
+    "tensor dynamic, bf16 x": {"static": False, "bf16_input": True, "inter": 80, "hidden": 192},
+    "tensor dynamic I=192": {"static": False, "bf16_input": True, "inter": 192, "bf16_mul": False},
+    "bf16": {"bf16_weights": True, "hidden": 192, "inter": 80},
+    "bf16 gelu, shared": {"bf16_weights": True, "activation": "gelu", "shared": True, "ranks": 2},
+    "tensor shared experts": {"shared_experts": 2, "factor": 2.5, "ranks": 2, "rank": 1, "routing": "invalid"},
+    "block one token, shared expert": {"block": True, "tokens": 1, "shared_experts": 1, "no_combine": True},
+    "bf16 all at once": {
+        "bf16_weights": True, "bias": "bfloat16", "weight_on_input": True, "no_combine": True, "swiglu_alpha": 1.702,
+        "swiglu_limit": 0.7, "routing": "invalid",
+    },
+}  # fmt: skip
 
 
 @functools.cache
@@ -155,6 +198,9 @@ def gpu_cases() -> tuple[Case, ...]:
             cases.append(
                 _gpu(f"{kind} limit", tokens=tokens, block=block, swiglu_limit=0.7, swiglu_alpha=1.702)
             )
+    for name, fields in OPTIONS.items():
+        for tokens in (1, 33, 300):
+            cases.append(_gpu(f"{name} T={tokens}", **{**fields, "tokens": tokens}))
     cases.append(_gpu("tensor fp32 product T=64", bf16_mul=False))
     cases.append(_gpu("tensor shared, factor T=64", shared=True, factor=2.5))
     return tuple(cases)

@@ -1,7 +1,8 @@
 """The two grouped products of the fused MoE in Triton: any GPU from SM80 on, and Triton's interpreter on a CPU.
 
-e4m3 operands are widened to fp16, exactly, and multiplied with fp32 accumulation. Both kernels walk the tile list
-of `route.py`; the number of tiles is read on the device, the grid is fixed.
+e4m3 operands are widened to fp16, exactly, and multiplied with fp32 accumulation; BF16 ones are multiplied as they are.
+Both kernels walk the tile list of `route.py`; the number of tiles is read on the device, the grid is fixed. A pointer
+that is None takes its part of the formula away when the kernel is compiled.
 """
 
 import triton
@@ -32,8 +33,8 @@ def e4m3_bytes(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _operand(x, INTERPRET: tl.constexpr):
-    wide = e4m3_bytes_to_fp16(x)
+def _operand(x, BF16: tl.constexpr, INTERPRET: tl.constexpr):
+    wide = x if BF16 else e4m3_bytes_to_fp16(x)
     return wide.to(tl.float32) if INTERPRET else wide
 
 
@@ -65,19 +66,22 @@ def activate(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constex
 
 @triton.jit(
     do_not_specialize=["num_rows", "top_k"],
-    do_not_specialize_on_alignment=["x_scale_ptr", "w_scale_ptr", "act_scale_ptr"],
+    do_not_specialize_on_alignment=["x_scale_ptr", "w_scale_ptr", "act_scale_ptr", "bias_ptr", "weight_ptr"],
 )
 def _moe_gate_up_kernel(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, act_scale_ptr, expert_ptr, start_ptr, rows_ptr, num_tiles_ptr, pair_ptr,
-    a_ptr, a_scale_ptr, num_rows, top_k, H, I, stride_a, x_scale_cols, w_scale_rows, w_scale_cols,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SCALES: tl.constexpr, BF16_MUL: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, act_scale_ptr, bias_ptr, weight_ptr, expert_ptr, start_ptr, rows_ptr,
+    num_tiles_ptr, pair_ptr, a_ptr, a_scale_ptr, num_rows, top_k, H, I, stride_a, x_scale_cols, w_scale_rows,
+    w_scale_cols,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SCALES: tl.constexpr,
+    ACT_GROUPS: tl.constexpr, BF16: tl.constexpr, BF16_MUL: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs): a = quantise(silu(gate) * up) for every row, [gate | up] = bf16(x[token] w13^T * scale).
+    """Grid (programs): a = quantise(silu(gate) * up), [gate | up] = bf16(x[token] w13^T * scale * weight[pair] + bias).
 
-    A work item is a tile of rows times 128 columns of gate and the same 128 of up. x_ptr, w_ptr, a_ptr hold e4m3 bits;
-    rows of a are `stride_a` apart. Block scales: a_scale_ptr [ceil(I / 128), num_rows]. BLOCK_K divides 128.
+    A work item is a tile of rows times 128 columns of gate and the same 128 of up. x_ptr, w_ptr, a_ptr hold e4m3 bits,
+    or BF16 numbers, which have no scales; rows of a are `stride_a` apart. BLOCK_SCALES: w_scale_ptr has one scale for
+    each 128x128 weights and x_scale_ptr [tokens, x_scale_cols] one for each 128 columns of a row, else w_scale_ptr one
+    an expert. ACT_GROUPS: so has a_scale_ptr [ceil(I / 128), num_rows]. BLOCK_K divides 128.
     """
     pdl_wait(PDL)
     pdl_launch(PDL)
@@ -91,7 +95,8 @@ def _moe_gate_up_kernel(
         expert = tl.load(expert_ptr + tile).to(tl.int64)
         start = tl.load(start_ptr + tile)
         live = r < tl.load(rows_ptr + tile)
-        token = (tl.load(pair_ptr + start + r, mask=live, other=0) // top_k).to(tl.int64)
+        pair = tl.load(pair_ptr + start + r, mask=live, other=0)
+        token = (pair // top_k).to(tl.int64)
         gate_at = w_ptr + (expert * (2 * I) + i)[:, None] * H + kk[None, :]
         up_at = gate_at + I.to(tl.int64) * H
         x_at = x_ptr + token[:, None] * H + kk[None, :]
@@ -99,10 +104,10 @@ def _moe_gate_up_kernel(
         up = tl.zeros([BLOCK_T, 128], tl.float32)
         for k in range(0, H, BLOCK_K):
             inner = k + kk < H
-            x = _operand(tl.load(x_at + k, mask=live[:, None] & inner[None, :], other=0), INTERPRET)
+            x = _operand(tl.load(x_at + k, mask=live[:, None] & inner[None, :], other=0), BF16, INTERPRET)
             w_mask = (i < I)[:, None] & inner[None, :]
-            wg = _operand(tl.load(gate_at + k, mask=w_mask, other=0), INTERPRET)
-            wu = _operand(tl.load(up_at + k, mask=w_mask, other=0), INTERPRET)
+            wg = _operand(tl.load(gate_at + k, mask=w_mask, other=0), BF16, INTERPRET)
+            wu = _operand(tl.load(up_at + k, mask=w_mask, other=0), BF16, INTERPRET)
             if BLOCK_SCALES:
                 xs = tl.load(x_scale_ptr + token * x_scale_cols + k // 128, mask=live, other=0.0)
                 ws_at = w_scale_ptr + expert * (w_scale_rows * w_scale_cols) + k // 128
@@ -113,33 +118,45 @@ def _moe_gate_up_kernel(
             else:
                 gate = tl.dot(x, tl.trans(wg), gate)
                 up = tl.dot(x, tl.trans(wu), up)
-        if not BLOCK_SCALES:
+        if not (BLOCK_SCALES or BF16):
             scale = tl.load(w_scale_ptr + expert)
             gate = gate * scale
             up = up * scale
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + pair, mask=live, other=0.0)
+            gate = gate * weight[:, None]
+            up = up * weight[:, None]
+        if bias_ptr is not None:
+            bias_at = bias_ptr + expert * (2 * I) + i
+            gate += tl.load(bias_at, mask=i < I, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias_at + I, mask=i < I, other=0.0).to(tl.float32)[None, :]
         gate = bf16_value(gate, INTERPRET)
         up = bf16_value(up, INTERPRET)
         value = activate(gate, up, ACT, LIMIT, ALPHA, BF16_MUL, INTERPRET)
         row = (start + r).to(tl.int64)
-        if BLOCK_SCALES:
+        if ACT_GROUPS:
             amax = tl.max(tl.where((i < I)[None, :], tl.abs(value), 0.0), 1)
             s = amax / 448.0
             value = value / (s + 1e-8)[:, None]
             tl.store(a_scale_ptr + item % column_blocks * num_rows + row, s, mask=live)
-        else:
+        elif not BF16:
             value = value * tl.load(act_scale_ptr)
+        codes = to_bf16(value, INTERPRET) if BF16 else e4m3_bytes(value, HARDWARE)
         at = a_ptr + row[:, None] * stride_a + i[None, :]
-        tl.store(at, e4m3_bytes(value, HARDWARE), mask=live[:, None] & (i < I)[None, :])
+        tl.store(at, codes, mask=live[:, None] & (i < I)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["w_scale_ptr"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["w_scale_ptr", "bias_ptr"])
 def _moe_down_kernel(
-    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, expert_ptr, start_ptr, rows_ptr, num_tiles_ptr, pair_ptr, y_ptr,
+    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, expert_ptr, start_ptr, rows_ptr, num_tiles_ptr, pair_ptr, y_ptr,
     num_rows, H, I, stride_a, w_scale_rows, w_scale_cols,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SCALES: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    ACT_GROUPS: tl.constexpr, BF16: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs): y[pair] = bf16(a[row] w2^T * scale), a tile of rows times BLOCK_H columns a work item."""
+    """Grid (programs): y[pair] = bf16(a[row] w2^T * scale + bias), a tile of rows times BLOCK_H columns a work item.
+
+    Operands and scales as in `_moe_gate_up_kernel`.
+    """
     pdl_wait(PDL)
     pdl_launch(PDL)
     column_blocks = (H + BLOCK_H - 1) // BLOCK_H
@@ -158,17 +175,22 @@ def _moe_down_kernel(
         acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
         for k in range(0, I, BLOCK_K):
             inner = k + kk < I
-            a = _operand(tl.load(a_at + k, mask=live[:, None] & inner[None, :], other=0), INTERPRET)
-            w = _operand(tl.load(w_at + k, mask=(h < H)[:, None] & inner[None, :], other=0), INTERPRET)
+            a = _operand(tl.load(a_at + k, mask=live[:, None] & inner[None, :], other=0), BF16, INTERPRET)
+            w = _operand(tl.load(w_at + k, mask=(h < H)[:, None] & inner[None, :], other=0), BF16, INTERPRET)
             if BLOCK_SCALES:
                 s = tl.load(a_scale_ptr + k // 128 * num_rows + row, mask=live, other=0.0)
                 ws_at = w_scale_ptr + expert * (w_scale_rows * w_scale_cols) + k // 128
                 ws = tl.load(ws_at + h // 128 * w_scale_cols, mask=h < H, other=0.0)
                 acc += tl.dot(a, tl.trans(w)) * (s[:, None] * ws[None, :])
+            elif ACT_GROUPS:
+                s = tl.load(a_scale_ptr + k // 128 * num_rows + row, mask=live, other=0.0)
+                acc += tl.dot(a, tl.trans(w)) * s[:, None]
             else:
                 acc = tl.dot(a, tl.trans(w), acc)
-        if not BLOCK_SCALES:
+        if not (BLOCK_SCALES or BF16):
             acc = acc * tl.load(w_scale_ptr + expert)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + expert * H + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
         pair = tl.load(pair_ptr + start + r, mask=live, other=0).to(tl.int64)
         at = y_ptr + pair[:, None] * H + h[None, :]
         tl.store(at, to_bf16(acc, INTERPRET), mask=live[:, None] & (h < H)[None, :])

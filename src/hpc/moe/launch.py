@@ -10,6 +10,7 @@ import torch
 
 from hpc.common.launch import Kernel, TmaTensor, raw_stream
 from hpc.moe import plan
+from hpc.moe.scratch import block_sizes, expert_bins, layout
 from hpc.moe.validate import Arguments
 
 NAME = "fuse_moe"
@@ -36,17 +37,21 @@ class Call:
     def __init__(self, key: plan.Key, chosen: plan.Plan, index: int, rank_ep: int, shared: bool,
                  stride_out: int, scales: tuple[tuple[int, ...], ...], interpret: bool = False) -> None:  # fmt: skip
         self.key, self.plan, self.index = key, chosen, index
-        self.layout = plan.scratch(key, chosen)
-        self.first_expert = rank_ep * key.num_experts
+        self.layout = layout(key, chosen)
         self.pdl = key.sm90
-        self.scales, self.interpret = scales, interpret
+        self.scales, self.interpret = block_sizes(key) if key.one_scale else scales, interpret
+        routed = key.num_experts - key.shared_experts
+        self.first_expert = 0 if key.shared_experts else rank_ep * routed
+        self._append = self._shared_experts(rank_ep * routed) if key.shared_experts else None
         self.gate = (key.activation, key.swiglu_limit or 0.0, key.swiglu_alpha or 0.0)
-        self._quantise = self._input() if key.bf16_input else None
+        self._quantise = self._input() if key.quantised_input else None
+        self._expand = self._weight_scales() if key.one_scale else None
         if chosen.backend == "tiny":
             self.steps: tuple[Launch, ...] = self._tiny(shared, stride_out)
         else:
             products = self._sm90() if chosen.backend == "sm90" else self._portable()
-            self.steps = (self._index_build(), *products, self._weighted_sum(shared, stride_out))
+            end = self._weighted_sum(shared, stride_out) if key.combined else self._no_sum()
+            self.steps = (self._index_build(), *products, end)
 
     def run(self, args: Arguments, factor: float, out: torch.Tensor) -> None:
         """Launch on the current stream of the tensors' device."""
@@ -63,6 +68,10 @@ class Call:
         """All kernels of the call, in order."""
         if self._quantise is not None:
             args = self._quantise(stream, args, scratch)
+        if self._expand is not None:
+            args = self._expand(stream, args, scratch)
+        if self._append is not None:
+            args = self._append(stream, args, scratch, factor)
         for step in self.steps:
             step(stream, args, scratch, factor, out)
 
@@ -101,11 +110,52 @@ class Call:
 
         return run
 
+    def _weight_scales(self) -> Callable[..., Arguments]:
+        """The launch that makes block scales of an expert's one, and the call on these."""
+        from hpc.moe import quantise
+
+        key, layout = self.key, self.layout
+        counts = [rows * cols for rows, cols in block_sizes(key)]
+        kernel = Kernel(quantise._moe_expand_kernel, NAME, num_warps=4, launch_pdl=self.pdl)
+        grid = (key.num_experts, plan.ceil_div(max(counts), 1024), 1)
+        fixed = (*counts, 1024, self.pdl)
+
+        def run(stream: int, args: Arguments, scratch: torch.Tensor) -> Arguments:
+            floats = scratch.view(torch.float32)
+            up, down = floats[layout.up_scale // 4 :], floats[layout.down_scale // 4 :]
+            tensors = (args.w13_scale, args.w2_scale, up, down)
+            pointers = [t.data_ptr() for t in tensors if t is not None] if kernel.compiled else tensors
+            kernel(grid, stream, (*pointers, *fixed))
+            return replace(args, w13_scale=up, w2_scale=down)
+
+        return run
+
+    def _shared_experts(self, first_expert: int) -> Callable[..., Arguments]:
+        """The launch that appends the shared experts to every token's, and the call on these."""
+        from hpc.moe import route
+
+        key, layout, pairs = self.key, self.layout, self.key.pairs
+        kernel = Kernel(route._moe_append_kernel, NAME, num_warps=4, launch_pdl=self.pdl)
+        routed, grid = key.num_experts - key.shared_experts, (plan.ceil_div(pairs, 512), 1, 1)
+        fixed = (key.top_k - key.shared_experts, key.top_k, 512, self.pdl)
+
+        def run(stream: int, args: Arguments, scratch: torch.Tensor, factor: float) -> Arguments:
+            ids, weights = (
+                scratch[at : at + 4 * pairs].view(dtype).view(key.num_tokens, key.top_k)
+                for at, dtype in ((layout.ids, torch.int32), (layout.weights, torch.float32))
+            )
+            tensors = (args.topk_ids, args.topk_scale, ids, weights)
+            pointers = [t.data_ptr() for t in tensors] if kernel.compiled else tensors
+            kernel(grid, stream, (*pointers, pairs, first_expert, routed, 1.0 / factor, *fixed))
+            return replace(args, topk_ids=ids, topk_scale=weights)
+
+        return run
+
     def _index_build(self) -> Launch:
         from hpc.moe import route
 
         key, chosen, layout = self.key, self.plan, self.layout
-        bins, chunk, pairs = plan.expert_bins(key), chosen.chunk, key.pairs
+        bins, chunk, pairs = expert_bins(key), chosen.chunk, key.pairs
         options = {"num_warps": 4, "launch_pdl": self.pdl}
         place = Kernel(route._moe_place_kernel, NAME, **options)
         count = Kernel(route._moe_count_kernel, NAME, **options)
@@ -113,7 +163,8 @@ class Call:
         grid = (layout.num_chunks, 1, 1)
         ids = (pairs, key.num_experts, self.first_expert)
         cols = min(32, bins)
-        fixed = (bins, chunk, plan.power_of_two(pairs), chosen.tile, chosen.fused_index, True, self.pdl)
+        drop = key.weighted  # pairs of weight 0
+        fixed = (bins, chunk, plan.power_of_two(pairs), chosen.tile, chosen.fused_index, drop, self.pdl)
         fields = ("counts", "totals", "expert", "start", "rows", "num_tiles", "pair", "row", "counters")
 
         def run(
@@ -126,7 +177,7 @@ class Call:
             else:
                 at, routing = self._words(scratch, *fields), (args.topk_ids, args.topk_scale)
             if not chosen.fused_index:
-                count(grid, stream, (*routing, at[0], *ids, bins, chunk, True, self.pdl))
+                count(grid, stream, (*routing, at[0], *ids, bins, chunk, drop, self.pdl))
                 scan(
                     (bins // cols, 1, 1), stream, (at[0], at[1], layout.num_chunks, bins, cols, 32, self.pdl)
                 )
@@ -138,7 +189,8 @@ class Call:
         from hpc.moe import kernels
 
         key, chosen, layout = self.key, self.plan, self.layout
-        block_k = 128 if chosen.tile <= 32 else 64
+        # 64 columns of BF16 are 128 bytes; a dynamic scale's sums take registers of their own
+        block_k = 64 if chosen.tile > 32 or key.bf16_weights or key.dynamic_act else 128
         options = {"num_warps": 8 if chosen.tile > 16 else 4, "num_stages": 3, "launch_pdl": self.pdl}
         gate_up = Kernel(kernels._moe_gate_up_kernel, NAME, **options)
         down = Kernel(kernels._moe_down_kernel, NAME, **options)
@@ -151,11 +203,12 @@ class Call:
         sizes = (key.hidden, key.inter, layout.act_stride)
         up_fixed = (
             key.pairs, key.top_k, *sizes, plan.ceil_div(key.hidden, 128), w13_rows, w13_cols,
-            chosen.tile, block_k, key.block_scales, key.bf16_mul, *self.gate, key.hardware_fp8, self.pdl,
-            self.interpret,
+            chosen.tile, block_k, key.block_scales, key.act_groups, key.bf16_weights, key.bf16_mul,
+            *self.gate, key.hardware_fp8, self.pdl, self.interpret,
         )  # fmt: skip
         down_fixed = (
-            key.pairs, *sizes, w2_rows, w2_cols, chosen.tile, 128, block_k, key.block_scales, self.pdl, self.interpret,
+            key.pairs, *sizes, w2_rows, w2_cols, chosen.tile, 128, block_k, key.block_scales, key.act_groups,
+            key.bf16_weights, self.pdl, self.interpret,
         )  # fmt: skip
         tiles = ("expert", "start", "rows", "num_tiles", "pair")
 
@@ -163,22 +216,27 @@ class Call:
             stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
         ) -> None:
             tensors = (args.x, args.x_scale, args.w13, args.w13_scale, args.act_scale, args.w2, args.w2_scale)
+            parts = (args.w13_bias, args.topk_scale if key.weight_on_input else None, args.w2_bias)
             if down.compiled:
                 base = scratch.data_ptr()
                 x, xs, w13, s13, act, w2, s2 = (base if t is None else t.data_ptr() for t in tensors)
+                b13, weight, b2 = (None if t is None else t.data_ptr() for t in parts)
                 lists = [base + getattr(layout, name) for name in tiles]
-                a, a_scale, y = (base + getattr(layout, name) for name in ("act", "act_scale", "y"))
+                a, a_scale = base + layout.act, base + layout.act_scale
+                y = base + layout.y if key.combined else out.data_ptr()
             else:
                 floats = scratch.view(torch.float32)
                 x, xs, w13, s13, act, w2, s2 = (
                     floats if t is None else t.view(torch.uint8) if t.element_size() == 1 else t
                     for t in tensors
                 )
+                b13, weight, b2 = parts
                 lists = self._words(scratch, *tiles)
                 a, a_scale = scratch[layout.act :], floats[layout.act_scale // 4 :]
-                y = scratch.view(torch.bfloat16)[layout.y // 2 :]
-            gate_up(grids[0], stream, (x, xs, w13, s13, act, *lists, a, a_scale, *up_fixed))
-            down(grids[1], stream, (a, a_scale, w2, s2, *lists, y, *down_fixed))
+                a = a.view(torch.bfloat16) if key.bf16_weights else a
+                y = self._results(scratch, out)
+            gate_up(grids[0], stream, (x, xs, w13, s13, act, b13, weight, *lists, a, a_scale, *up_fixed))
+            down(grids[1], stream, (a, a_scale, w2, s2, b2, *lists, y, *down_fixed))
 
         return (run,)
 
@@ -208,7 +266,7 @@ class Call:
         a_shape, a_strides = [key.pairs, inter], [layout.act_stride, 1]
         tiles = ("expert", "start", "rows", "num_tiles", "pair")
         up_places = [getattr(layout, name) for name in (*tiles, "counters", "parts", "act", "act_scale")]
-        down_places = [getattr(layout, name) for name in ("act_scale", *tiles, "y")]
+        down_places = [getattr(layout, name) for name in ("act_scale", *tiles)]
 
         def run_up(
             stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
@@ -248,7 +306,9 @@ class Call:
                         activations.clear()
                     if not isinstance(a_desc[0], TmaTensor):  # that one would keep the scratch alive
                         activations[base] = a_desc
+                assert args.w2_scale is not None
                 scale, places = args.w2_scale.data_ptr(), [base + at for at in down_places]
+                places.append(base + layout.y if key.combined else out.data_ptr())
             else:
                 act = scratch[layout.act :].view(torch.float8_e4m3fn)
                 box = [1, 256 if down.PAIR else 128, down.BK]
@@ -257,7 +317,7 @@ class Call:
                 scale = args.w2_scale
                 places = [
                     scratch.view(torch.float32)[layout.act_scale // 4 :], *self._words(scratch, *tiles),
-                    scratch.view(torch.bfloat16)[layout.y // 2 :],
+                    self._results(scratch, out),
                 ]  # fmt: skip
             product(down_grid, stream, (*w_desc, *a_desc, scale, *places, *down_fixed))
 
@@ -343,6 +403,10 @@ class Call:
 
         return run_up, run_down
 
+    def _results(self, scratch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """y [pairs, H]: in the scratch, or the result itself."""
+        return scratch.view(torch.bfloat16)[self.layout.y // 2 :] if self.key.combined else out
+
     def _activations(self, scratch: torch.Tensor) -> torch.Tensor:
         """What lies between the tiny kernels: e4m3 bits, or fp32 values with block scales."""
         act = scratch[self.layout.act :]
@@ -364,13 +428,35 @@ class Call:
             if kernel.compiled:
                 base = scratch.data_ptr()
                 pointers: tuple[Any, ...] = (
-                    base + layout.y, base + layout.row, args.topk_scale.data_ptr(),
+                    base + layout.y, base + layout.row, args.topk_scale.data_ptr() if key.weighted else None,
                     base if args.shared_output is None else args.shared_output.data_ptr(), out.data_ptr(),
                 )  # fmt: skip
             else:
-                y = scratch.view(torch.bfloat16)[layout.y // 2 :]
+                y = self._results(scratch, out)
                 other = y if args.shared_output is None else args.shared_output
-                pointers = (y, *self._words(scratch, "row"), args.topk_scale, other, out)
+                weights = args.topk_scale if key.weighted else None
+                pointers = (y, *self._words(scratch, "row"), weights, other, out)
             kernel(grid, stream, (*pointers, key.pairs, key.hidden, stride_out, factor, *fixed))
+
+        return run
+
+    def _no_sum(self) -> Launch:
+        """The down product has written the result; pairs of other ranks get zeros."""
+        from hpc.moe import route
+
+        key, layout = self.key, self.layout
+        block = min(1024, plan.power_of_two(key.hidden))
+        kernel = Kernel(route._moe_clear_kernel, NAME, num_warps=max(1, block // 256), launch_pdl=self.pdl)
+        grid = (key.pairs, plan.ceil_div(key.hidden, block), 1)
+        fixed = (key.hidden, block, self.pdl)
+
+        def run(
+            stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
+        ) -> None:
+            if kernel.compiled:
+                pointers: tuple[Any, ...] = (scratch.data_ptr() + layout.row, out.data_ptr())
+            else:
+                pointers = (*self._words(scratch, "row"), out)
+            kernel(grid, stream, (*pointers, *fixed))
 
         return run

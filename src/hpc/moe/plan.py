@@ -1,4 +1,4 @@
-"""Plans of the fused MoE and the layout of its scratch, in pure Python: integers only."""
+"""Plans of the fused MoE, in pure Python: integers only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ TINY_PAIRS, TINY_INTER = 16, 256
 TINY_TOP_K = 16  # the tiny kernels keep the weights of all of a token's experts in registers
 MAX_EXPERTS = 4096  # a histogram of this many bins is what one program of the index build holds
 FUSED_PAIRS = 1024  # up to here one launch builds the index: each program counts every pair itself
-SCRATCH_LIMIT = (
-    1 << 29
-)  # bytes: longer inputs run in chunks of tokens, so that scratch does not grow without end
-MIN_CHUNK_TOKENS = 1024
-ALIGN = 256
 SHORT_INTER, LONG_INTER = 256, 1024  # columns of the activations: two stages of the down product, eight
 SM_SHARED = 227 * 1024  # bytes of an SM that its programs share
 
@@ -58,6 +53,31 @@ class Key:
     activation: str = "silu"  # of the gate, one of ACTIVATIONS
     swiglu_limit: float | None = None
     swiglu_alpha: float | None = None
+    bf16_weights: bool = False  # then nothing is quantised
+    one_scale: bool = False  # block scales are found inside for x and activations, made of one for weights
+    dynamic_act: bool = (
+        False  # only the activations get a scale for each 128 columns of a row; weights have one
+    )
+    up_bias: bool = False
+    down_bias: bool = False
+    weight_on_input: bool = False  # the router's weight multiplies x, not y
+    combined: bool = True  # False: y of every pair is the result
+    shared_experts: int = 0  # of the experts, the last ones, which every token takes; top_k counts them too
+
+    @property
+    def quantised_input(self) -> bool:
+        """x becomes e4m3 inside."""
+        return self.bf16_input and not self.bf16_weights
+
+    @property
+    def act_groups(self) -> bool:
+        """The activations have a scale for each 128 columns of a row."""
+        return self.block_scales or self.dynamic_act
+
+    @property
+    def weighted(self) -> bool:
+        """The router's weight multiplies y, so a pair of weight 0 need not be computed."""
+        return self.combined and not self.weight_on_input
 
     @property
     def pairs(self) -> int:
@@ -124,10 +144,24 @@ class Plan:
     tiny: Tiny | None = None
 
 
+def portable_reason(key: Key) -> str | None:
+    """Which part of the call only the portable kernels have, or None."""
+    parts = {
+        "BF16 weights": key.bf16_weights,
+        "scales found inside for the activations alone": key.dynamic_act,
+        "a bias": key.up_bias or key.down_bias,
+        "the router's weight on the input": key.weight_on_input,
+    }
+    found = [name for name, asked in parts.items() if asked]
+    return f"only the portable kernels know {' and '.join(found)}" if found else None
+
+
 def sm90_reason(key: Key) -> str | None:
     """Why the SM90 kernels cannot run `key`, or None."""
     if not key.sm90:
         return "needs a GPU of compute capability 9.x"
+    if (reason := portable_reason(key)) is not None:
+        return reason
     if key.block_scales and key.inter % 64:
         return "with block scales, I must be a multiple of 64: the blocks of gate and up rows would not meet tiles"
     return None
@@ -137,6 +171,10 @@ def tiny_reason(tiny: Tiny | None, key: Key) -> str | None:
     """Why the kernels for a handful of tokens cannot run `key`, or None."""
     if tiny is None:
         return "no sizes for the tiny kernels"
+    if not key.combined:
+        return "the tiny kernels add up the experts of a token as they go"
+    if (reason := portable_reason(key)) is not None:
+        return reason
     if key.top_k > TINY_TOP_K or key.pairs > 65535:
         return f"at most {TINY_TOP_K} experts a token and 65535 pairs"
     if 16 % tiny.up_rows or 64 % tiny.down_cols:
@@ -206,8 +244,10 @@ def choose(key: Key) -> Plan:
     fused = key.pairs <= FUSED_PAIRS
     chunk = index_chunk(key.pairs)
     rows = key.rows_per_expert
-    if key.sm90 and key.pairs <= TINY_PAIRS and key.inter <= TINY_INTER and key.top_k <= TINY_TOP_K:
-        return Plan("tiny", 16, chunk, fused, tiny=Tiny(4, 1024, 4, 32, 8))
+    tiny = Tiny(4, 1024, 4, 32, 8)
+    few = key.sm90 and key.pairs <= TINY_PAIRS and key.inter <= TINY_INTER
+    if few and tiny_reason(tiny, key) is None:
+        return Plan("tiny", 16, chunk, fused, tiny=tiny)
     if sm90_reason(key) is None:
         tile, up, down = choose_sm90(key)
         return Plan("sm90", tile, chunk, fused, up, down)
@@ -374,87 +414,3 @@ def fill(key: Key, tile: int, product: Product, up: bool) -> Product:
     """The product with as many stages as shared memory holds, at most 8."""
     room = SM_SHARED // product.per_sm - reserve(tile, up)
     return replace(product, stages=max(2, min(8, room // stage_bytes(key, tile, product, up))))
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Byte offsets of one call's scratch; every field begins on a multiple of ALIGN."""
-
-    counts: int
-    totals: int
-    expert: int
-    start: int
-    rows: int
-    num_tiles: int
-    pair: int
-    row: int
-    counters: int
-    num_counters: int
-    act: int
-    act_stride: int
-    act_scale: int
-    parts: int
-    y: int
-    xq: int
-    xs: int
-    size: int
-    num_chunks: int
-    max_tiles: int
-
-
-def expert_bins(key: Key) -> int:
-    """Bins of the index build's histogram."""
-    return max(16, power_of_two(key.num_experts))
-
-
-def scratch(key: Key, plan: Plan) -> Scratch:
-    """Where everything lies, and how much it takes."""
-    pairs, bins = key.pairs, expert_bins(key)
-    chunks = ceil_div(pairs, plan.chunk)
-    # a tile is full or the last of its expert
-    max_tiles = min(pairs, key.num_experts + pairs // plan.tile)
-    act_stride = ceil_div(key.inter, 16) * 16
-    num_counters = parts = 0
-    if plan.up is not None and not plan.up.shared_order:
-        halves = 2 if key.block_scales else 1
-        num_counters = max_tiles * ceil_div(key.inter, 64 * halves)
-        parts = 4 * 128 * plan.tile * halves * 2 * plan.up.per_sm * key.sms
-    sizes = {
-        "counts": 0 if plan.fused_index else 4 * chunks * bins,
-        "totals": 4 * bins,
-        "expert": 4 * max_tiles,
-        "start": 4 * max_tiles,
-        "rows": 4 * max_tiles,
-        "num_tiles": 4,
-        "pair": 4 * pairs,
-        "row": 4 * pairs,
-        "counters": 4 * num_counters,
-        "act": pairs * act_stride * (4 if plan.backend == "tiny" and key.block_scales else 1),
-        "act_scale": 4 * pairs * key.groups if key.block_scales else 0,
-        "parts": parts,
-        "y": 0 if plan.backend == "tiny" else 2 * pairs * key.hidden,
-        "xq": key.num_tokens * key.hidden if key.bf16_input else 0,
-        "xs": 4 * key.num_tokens * ceil_div(key.hidden, 128) if key.bf16_input and key.block_scales else 0,
-    }
-    offsets, at = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = at
-        at += ceil_div(size, ALIGN) * ALIGN
-    return Scratch(
-        **offsets,
-        num_counters=num_counters,
-        act_stride=act_stride,
-        size=at,
-        num_chunks=chunks,
-        max_tiles=max_tiles,
-    )
-
-
-def chunk_tokens(num_tokens: int, top_k: int, hidden: int, inter: int) -> int:
-    """Tokens of one pass: all of them, or as many as SCRATCH_LIMIT holds."""
-    per_token = top_k * (2 * hidden + inter + inter // 32 + 16)
-    limit = max(MIN_CHUNK_TOKENS, SCRATCH_LIMIT // per_token // 128 * 128)
-    if num_tokens <= limit:
-        return num_tokens
-    passes = ceil_div(num_tokens, limit)
-    return ceil_div(ceil_div(num_tokens, passes), 128) * 128

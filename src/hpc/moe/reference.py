@@ -75,6 +75,31 @@ def quantise_input(
     return values.to(torch.float8_e4m3fn), scale
 
 
+def _weight(weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """One expert's matrix [R, C], dequantised by one scale, by block scales, or as it is."""
+    values = _floats(weight, dtype)
+    if scale is None:
+        return values
+    return values * (expand_blocks(scale.to(dtype), *weight.shape) if scale.dim() == 2 else scale.to(dtype))
+
+
+def with_shared_experts(
+    topk_ids: torch.Tensor,
+    topk_scale: torch.Tensor,
+    rank_ep: int,
+    num_experts: int,
+    shared: int,
+    factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(local ids or -1, weights) [T, K + shared]: the last `shared` of a rank's experts with the weight 1 / factor."""
+    routed, tokens = num_experts - shared, topk_ids.shape[0]
+    local = topk_ids.long() - rank_ep * routed
+    local = local.where((local >= 0) & (local < routed), -1)
+    more = torch.arange(routed, num_experts, device=local.device).expand(tokens, shared)
+    weights = torch.full((tokens, shared), 1 / factor, device=local.device)
+    return torch.cat([local, more], 1), torch.cat([topk_scale, weights], 1)
+
+
 def moe_reference(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -84,55 +109,69 @@ def moe_reference(
     *,
     rank_ep: int = 0,
     x_scale: torch.Tensor | None = None,
-    w13_scale: torch.Tensor,
-    w2_scale: torch.Tensor,
+    w13_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
     act_scale: torch.Tensor | None = None,
     use_bf16_mul: bool = True,
     shared_output: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
     input_scale: torch.Tensor | None = None,
     gate: tuple[str, float | None, float | None] = ("silu", None, None),
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    no_combine: bool = False,
+    weight_on_input: bool = False,
+    shared_experts: int = 0,
     requantised: bool = True,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Output ``[T, H]`` in ``dtype``, unrounded at the end; arguments as the public functions'.
+    """Output ``[T, H]``, or y ``[T, K, H]`` with `no_combine`, in ``dtype``; arguments as the public functions'.
 
-    `act_scale` given: one scale a tensor (`w13_scale`, `w2_scale` are ``[E]``); None: 128x128 block scales, with
-    `x_scale` ``[T, H/128]``. BF16 `x` is quantised first, by `input_scale` or in groups of 128 columns.
+    Weights have a scale an expert (`w13_scale`, `w2_scale` are ``[E]``), 128x128 block scales, or none: BF16, and
+    nothing is quantised. With scales BF16 `x` becomes e4m3 first, by `input_scale` or in groups of 128 columns.
 
-        h = bf16(x w13^T * s13);  a = quantise(silu(gate) * up);  y = bf16(a w2^T * s2)
-        out = sum_k weight * y + shared
+        h = bf16(v x w13^T * s13 + b13);  a = quantise(silu(gate) * up);  y = bf16(a w2^T * s2 + b2)
+        out = sum_k w * y + shared                          w the router's weight and v = 1, or the other way round
 
-    `requantised` False leaves the rounding in quantise out.
+    out is unrounded. `requantised` False leaves the rounding in quantise out.
     """
-    if x.dtype == torch.bfloat16:
+    quantised, block = w13_scale is not None, w13_scale is not None and w13_scale.dim() == 3
+    if x.dtype == torch.bfloat16 and quantised:
         x, x_scale = quantise_input(x, input_scale)
     num_tokens, hidden = x.shape
     num_experts, inter = w13.shape[0], w13.shape[1] // 2
+    if shared_experts:
+        given = (topk_ids, topk_scale, rank_ep, num_experts, shared_experts, routed_scaling_factor)
+        (topk_ids, topk_scale), rank_ep = with_shared_experts(*given), 0
     local = topk_ids.long() - rank_ep * num_experts
+    y = torch.zeros(*topk_ids.shape, hidden, dtype=dtype, device=x.device) if no_combine else None
     out = torch.zeros(num_tokens, hidden, dtype=dtype, device=x.device)
     tokens = _floats(x, dtype)
     if x_scale is not None:
         tokens = tokens * x_scale.to(dtype).repeat_interleave(BLOCK, 1)[:, :hidden]
-    bf16_mul = use_bf16_mul and act_scale is not None
+    bf16_mul = use_bf16_mul and quantised and not block
     present = local[(local >= 0) & (local < num_experts)].unique().tolist()
     for e in present:
         token, slot = (local == e).nonzero(as_tuple=True)
-        up_weight, down_weight = _floats(w13[e], dtype), _floats(w2[e], dtype)
-        if act_scale is None:
-            up_weight = up_weight * expand_blocks(w13_scale[e].to(dtype), 2 * inter, hidden)
-            down_weight = down_weight * expand_blocks(w2_scale[e].to(dtype), hidden, inter)
-        gate_up = tokens[token] @ up_weight.T
-        if act_scale is not None:
-            gate_up = gate_up * w13_scale[e].to(dtype)
-        gate_up = to_bf16(gate_up)
+        weight = topk_scale[token, slot].to(dtype)[:, None]
+        gate_up = tokens[token] @ _weight(w13[e], None if w13_scale is None else w13_scale[e], dtype).T
+        gate_up = gate_up * weight if weight_on_input else gate_up
+        gate_up = to_bf16(gate_up if w13_bias is None else gate_up + w13_bias[e].to(dtype))
         h = activation(gate_up[:, :inter], gate_up[:, inter:], bf16_mul, *gate)
-        if requantised:
-            a, a_scale = requantise(h, act_scale)
+        if not quantised:
+            h = to_bf16(h)
+        elif requantised:
+            codes, a_scale = requantise(h, act_scale)
+            h = codes if a_scale is None else codes * a_scale
+        elif act_scale is not None:
+            h = h * act_scale.to(dtype)
+        each = h @ _weight(w2[e], None if w2_scale is None else w2_scale[e], dtype).T
+        each = to_bf16(each if w2_bias is None else each + w2_bias[e].to(dtype))
+        if y is not None:
+            y[token, slot] = each
         else:
-            a, a_scale = h if act_scale is None else h * act_scale.to(dtype), None
-        y = (a if a_scale is None else a * a_scale) @ down_weight.T
-        y = to_bf16(y if act_scale is None else y * w2_scale[e].to(dtype))
-        out.index_add_(0, token, y * topk_scale[token, slot].to(dtype)[:, None])
+            out.index_add_(0, token, each if weight_on_input else each * weight)
+    if y is not None:
+        return y
     out = out * routed_scaling_factor
     return out if shared_output is None else out + shared_output.to(dtype)

@@ -14,6 +14,32 @@ import triton.language as tl
 from hpc.common.triton_helpers import pdl_launch, pdl_wait, to_bf16
 
 
+@triton.jit(
+    do_not_specialize=["num_pairs", "first_expert", "num_routed", "shared_weight"],
+    do_not_specialize_on_alignment=["ids_ptr", "weight_ptr"],
+)
+def _moe_append_kernel(
+    ids_ptr, weight_ptr, new_ids_ptr, new_weight_ptr, num_pairs, first_expert, num_routed, shared_weight,
+    ROUTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(num_pairs / BLOCK)): ids and weights of a token's ROUTED experts, then of shared ones: EACH in all.
+
+    New ids are local: shared experts come behind the rank's num_routed ones, others' are -1.
+    """
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k = p % EACH
+    live = p < num_pairs
+    routed = live & (k < ROUTED)
+    at = p // EACH * ROUTED + k
+    local = tl.load(ids_ptr + at, mask=routed, other=-1) - first_expert
+    local = tl.where((local >= 0) & (local < num_routed), local, -1)
+    weight = tl.load(weight_ptr + at, mask=routed, other=0.0)
+    tl.store(new_ids_ptr + p, tl.where(routed, local, num_routed + k - ROUTED), mask=live)
+    tl.store(new_weight_ptr + p, tl.where(routed, weight, shared_weight), mask=live)
+
+
 @triton.jit
 def _local_ids(ids_ptr, weight_ptr, p, num_pairs, first_expert, num_experts, DROP_ZERO: tl.constexpr):
     """(local expert or 0, whether pair p is ours). With DROP_ZERO, pairs of weight 0 count as nobody's."""
@@ -159,6 +185,17 @@ def _moe_gather_kernel(
     tl.store(out_ptr + row * words + at, value, mask=mask)
 
 
+@triton.jit(do_not_specialize_on_alignment=["row_ptr"])
+def _moe_clear_kernel(row_ptr, y_ptr, H, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Grid (pairs, ceil(H / BLOCK)): y[pair] = 0 where the pair has no row."""
+    pdl_wait(PDL)
+    pdl_launch(PDL)
+    pair = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    nobodys = tl.load(row_ptr + pair) < 0
+    tl.store(y_ptr + pair * H + h, tl.zeros([BLOCK], tl.bfloat16), mask=(h < H) & nobodys)
+
+
 @triton.jit(do_not_specialize=["factor", "num_rows"], do_not_specialize_on_alignment=["weight_ptr"])
 def _moe_reduce_kernel(
     y_ptr, row_ptr, weight_ptr, shared_ptr, out_ptr, num_rows, H, stride_out, factor,
@@ -167,8 +204,9 @@ def _moe_reduce_kernel(
 ):  # fmt: skip
     """Grid (tokens, ceil(H / BLOCK)): out[t] = factor * sum_k weight[t, k] * y[pair or row] + shared[t].
 
-    Summed in fp32 in the order of k, rounded once. Pairs without a row (row_ptr < 0) contribute nothing, whatever
-    their weight. BY_ROW: y is indexed by the pair's row, which must be below num_rows, else by the pair itself.
+    Summed in fp32 in the order of k, rounded once; weight_ptr None: weights of 1. Pairs without a row (row_ptr < 0)
+    contribute nothing, whatever their weight. BY_ROW: y is indexed by the pair's row, which must be below num_rows,
+    else by the pair itself.
     """
     pdl_wait(PDL)
     pdl_launch(PDL)
@@ -184,10 +222,14 @@ def _moe_reduce_kernel(
             ours = row >= 0
             if BY_ROW:
                 ours = ours & (row < num_rows)
-            weight = tl.load(weight_ptr + pair, mask=ours, other=0.0)
+            if weight_ptr is not None:
+                weight = tl.load(weight_ptr + pair, mask=ours, other=0.0)
             at = tl.where(ours, row.to(tl.int64), 0) if BY_ROW else pair
             value = tl.load(y_ptr + at * H + h, mask=live & ours, other=0.0).to(tl.float32)
-            acc += weight * value
+            if weight_ptr is not None:
+                acc += weight * value
+            else:
+                acc += value
     acc = acc * factor
     if SHARED:
         acc += tl.load(shared_ptr + t * H + h, mask=live, other=0.0).to(tl.float32)

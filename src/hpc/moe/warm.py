@@ -62,28 +62,42 @@ def meta_arguments(params: MoeCase, device: torch.device | str = "cpu") -> Argum
         return empty(*shape, dtype=dtype)
 
     blocks = plan.ceil_div
-    if params.block:
+    if params.bf16_weights:
+        s13, s2, x_scale, act = None, None, None, None
+    elif params.block:
         s13 = empty(experts, blocks(2 * inter, 128), 4 * blocks(hidden, 512))
         s2 = empty(experts, blocks(hidden, 128), 4 * blocks(inter, 512))
         x_scale, act = empty(tokens, blocks(hidden, 128)), None
     else:
-        s13, s2, x_scale, act = empty(experts), empty(experts), None, empty(1)
+        s13, s2, x_scale, act = (
+            empty(experts),
+            empty(experts),
+            None,
+            empty(1) if params.static else None,
+        )
     wide, given = torch.bfloat16, None
-    x = packed(tokens, hidden, dtype=wide if params.bf16_input else torch.float8_e4m3fn)
+    of_weights = wide if params.bf16_weights else torch.float8_e4m3fn
+    x = packed(tokens, hidden, dtype=wide if params.bf16_input else of_weights)
     if params.bf16_input:
-        given, x_scale = None if params.block else empty(1), None
+        given, x_scale = empty(1) if params.kind == "tensor" and params.static else None, None
+    up_bias = down_bias = None
+    if params.bias is not None:
+        dtype = getattr(torch, params.bias)
+        up_bias, down_bias = empty(experts, 2 * inter, dtype=dtype), empty(experts, hidden, dtype=dtype)
     return Arguments(
-        x, packed(experts, 2 * inter, hidden), packed(experts, hidden, inter), s13, s2,
+        x, packed(experts, 2 * inter, hidden, dtype=of_weights), packed(experts, hidden, inter, dtype=of_weights),
+        s13, s2,
         torch.zeros(tokens, params.top_k, dtype=torch.int32, device=device), empty(tokens, params.top_k), x_scale, act,
-        packed(tokens, hidden, dtype=wide) if params.shared else None, None, given,
+        packed(tokens, hidden, dtype=wide) if params.shared else None, None, given, up_bias, down_bias,
+        params.kind,
     )  # fmt: skip
 
 
 def key_of(params: MoeCase, target: str) -> plan.Key:
     """What decides the plan of a call on `target`."""
     gate = (params.activation, params.swiglu_limit, params.swiglu_alpha)
-    args = meta_arguments(params)
-    key = validate.call("warmup", args, 0, params.experts, params.bf16_mul, *gate)  # type: ignore[arg-type]
+    options = (params.bf16_mul, *gate, params.no_combine, params.weight_on_input, params.shared_experts)
+    key = validate.call("warmup", meta_arguments(params), 0, params.experts, *options)
     return replace(
         key, sm90=target.startswith("sm90"), hardware_fp8=int(target[2:].rstrip("a")) >= 89, sms=TARGET_SMS
     )
@@ -92,10 +106,9 @@ def key_of(params: MoeCase, target: str) -> plan.Key:
 def compile_shape(params: MoeCase, target: str, chosen: plan.Plan | None = None) -> None:
     """Compile the launches of one call for `target`, with CPU tensors in the place of the device's."""
     args, key = meta_arguments(params), key_of(params, target)
-    scales = tuple(
-        (s.shape[1], s.shape[2]) if s.dim() == 3 else (1, 1) for s in (args.w13_scale, args.w2_scale)
-    )
+    scales = entry.scale_sizes(args.w13_scale, args.w2_scale)
     call = launch.Call(key, chosen or plan.choose(key), 0, 0, params.shared, key.hidden, scales)
-    out = torch.empty(args.x.shape, dtype=torch.bfloat16)
+    shape = (key.num_tokens, key.top_k, key.hidden)
+    out = torch.empty(shape if params.no_combine else shape[::2], dtype=torch.bfloat16)
     with compiling_for(target):
         call.launch(0, args, 1.0, out, torch.empty(call.layout.size, dtype=torch.uint8))

@@ -98,9 +98,13 @@ def entries(words: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def interpret(
-    inputs: PrefillInputs, block_m: int = 16, block_n: int = 32, output: torch.Tensor | None = None
+    inputs: PrefillInputs,
+    block_m: int = 16,
+    block_n: int = 32,
+    output: torch.Tensor | None = None,
+    splits: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both kernels on the CPU: (output, lse)."""
+    """All kernels on the CPU: (output, lse)."""
     from hpc.attention.prefill.kernels import _prefill_attention_kernel
 
     p = inputs.params
@@ -120,17 +124,42 @@ def interpret(
     ks = kscale.stride()[:3] if kscale.dim() == 4 else (0, 0, 0)
     qs = (*qscale.stride()[:2], qscale.shape[2]) if qscale.dim() == 3 else (0, 0, 0)
     k_strides, v_strides = ((*(() if p.page_size else (0,)), *t.stride()[:-1]) for t in (k, v))
-    _prefill_attention_kernel[(plan.bound(q.shape[0], len(p.lens), block_m // pack) * (p.q_heads // pack),)](
-        q, k, v, out, lse, words, ids, qscale, kscale, vscale, sinks,
+    to, to_lse, to_strides = out, lse, out.stride()[:2]
+    if splits > 1:
+        to = torch.full((q.shape[0] * splits, p.q_heads, p.value_dim), math.nan)
+        to_lse, to_strides = torch.full(to.shape[:2], math.nan), to.stride()[:2]
+    items = plan.bound(q.shape[0], len(p.lens), block_m // pack) * (p.q_heads // pack)
+    _prefill_attention_kernel[(items * splits,)](
+        q, k, v, to, to_lse, words, ids, qscale, kscale, vscale, sinks,
         k.shape[0], p.head_dim**-0.5, p.logit_cap or 1.0, p.window or 0, ids.stride(0), *q.stride()[:2],
-        *k_strides, *v_strides, *out.stride()[:2], *qs, *ks,
+        *k_strides, *v_strides, *to_strides, *qs, *ks,
         HQ=p.q_heads, HKV=p.kv_heads, D=p.head_dim, DV=p.value_dim, PAGE=p.page_size, PACK=pack, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_D=_power(p.head_dim), BLOCK_DV=_power(p.value_dim),
         QUANT_TYPE=p.quant_type if p.dtype == "fp8" else -1, SCALES_PER_ROW=kscale.shape[-1], CAUSAL=p.causal,
-        WINDOW=p.window is not None, CAP=p.logit_cap is not None, SINKS=p.sinks, LSE=True, WIDE=False, STAGES=1,
-        PDL=False, INTERPRET=True,
+        WINDOW=p.window is not None, CAP=p.logit_cap is not None, SINKS=p.sinks and splits == 1, LSE=True, WIDE=False,
+        STAGES=1, SPLITS=splits, PDL=False, INTERPRET=True,
     )  # fmt: skip
+    if splits > 1:
+        combine(to, to_lse, out, lse, sinks if p.sinks else None)
     return out, lse
+
+
+def combine(
+    part_o: torch.Tensor,
+    part_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> None:
+    """The joining of parts on the CPU."""
+    from hpc.attention.prefill.combine import _prefill_combine_kernel
+
+    tokens, heads, dim = out.shape
+    _prefill_combine_kernel[(-(-tokens * heads // 4),)](
+        out, lse, part_o, part_lse, lse if sinks is None else sinks, tokens * heads, *out.stride()[:2],
+        HQ=heads, DV=dim, SPLITS=len(part_o) // tokens, BLOCK_R=4, BLOCK_DV=_power(dim), SINKS=sinks is not None,
+        LSE=True, PDL=False, INTERPRET=True,
+    )  # fmt: skip
 
 
 def _power(n: int) -> int:

@@ -114,14 +114,15 @@ class Model:
 @HERE
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_prompts_in_chunks_then_steps(kind: str, where: str) -> None:
-    """Prompts of 70, 5, 33 and 20 tokens, each in two chunks, then six greedy steps."""
+    """Prompts of 70, 5, 33 and 20 tokens, each in two chunks, then six greedy steps; one step of the references."""
+    steps = 6 if where == "cuda" else 1
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (70, 5, 33, 20)]
     model = Model(kind, where, len(prompts))
     model.step([p[: 3 * len(p) // 5] for p in prompts], is_prefill=True)
     logits = model.step([p[3 * len(p) // 5 :] for p in prompts], is_prefill=True)
     sequences, judged = [list(p) for p in prompts], 0
-    for step in range(7):
+    for step in range(steps + 1):
         expected = torch.stack([model.exact(s) for s in sequences])
         assert_close(logits.cpu(), expected, TOLERANCES[kind], f"{kind} step {step}")
         best = expected.topk(2).values
@@ -131,10 +132,12 @@ def test_prompts_in_chunks_then_steps(kind: str, where: str) -> None:
         chosen = expected.argmax(-1).tolist()
         for sequence, token in zip(sequences, chosen, strict=True):
             sequence.append(token)
-        if step < 6:
+        if step < steps:
             logits = model.step([[token] for token in chosen], is_prefill=False)
-    print(f"{kind}: {judged} of 28 tokens have a margin of {MARGINS[kind]} of the logits' spread")
-    assert judged >= 10
+    print(
+        f"{kind}: {judged} of {4 * (steps + 1)} tokens have a margin of {MARGINS[kind]} of the logits' spread"
+    )
+    assert judged >= 10 * (steps + 1) // 7
 
 
 @HERE

@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @BOTH
 def test_chunks_whose_ends_lie_on_no_block_boundary(dtype: str, where: str) -> None:
     """The causal offset is that of tokens, not of blocks: row i sees keys - n + i + 1 keys."""
-    lens = ((100, 357), (1, 65), (63, 64), (64, 64), (129, 4097), (7, 7))
+    lens = ((100, 357), (1, 65), (63, 64), (64, 64), (129, 4097 if where == "cuda" else 257), (7, 7))
     inputs = make(lens, (4, 2), device=where, dtype=dtype)
     check(inputs)
     out, row = cases.attend(inputs), 0
@@ -38,7 +38,7 @@ def test_chunks_whose_ends_lie_on_no_block_boundary(dtype: str, where: str) -> N
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("lens", [((100, 157), (1, 65), (63, 64), (7, 7)), ((64, 64), (65, 129))])
+@pytest.mark.parametrize("lens", [((36, 93), (1, 65), (31, 32), (7, 7)), ((33, 65),)])
 def test_the_same_chunks_by_the_interpreted_kernel(lens: Any) -> None:
     inputs = make(lens, (2, 1), device="cpu", head_dim=32)
     compare(inputs, *interpret(inputs))

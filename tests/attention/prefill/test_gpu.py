@@ -36,10 +36,6 @@ def chosen(params: PrefillCase, backend: str) -> plan.Plan:
     if "pack" in fields:
         fields["pack"] = plan.pack_of(key.group, fields["pack"])
     found = replace(plan.sm90(key), **fields)
-    if params.dtype == "fp8" and params.window is not None:
-        why = plan.is_legal(found, key)
-        assert why is not None and "window" in why, "legal again: no longer to be skipped"
-        pytest.skip(why)
     return found
 
 
@@ -98,6 +94,45 @@ def test_rows_beside_nan_are_untouched(dtype: str, backend: str) -> None:
     dirty = cases.attend(inputs, plan=chosen_plan)
     assert torch.equal(dirty[:40], clean[:40]) and torch.equal(dirty[110:], clean[110:])
     assert dirty[40:110].isnan().any()
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "bf16": {}, "fp8": {"dtype": "fp8"}, "bf16 window sinks": {"window": 3000, "sinks": True, "page_size": 16},
+    "fp8 window cap": {"dtype": "fp8", "window": 5000, "logit_cap": 5.0}, "full": {"causal": False},
+    "fp8 per token": {"dtype": "fp8", "quant_type": 0}, "5/1 d256": {"heads": (5, 1), "head_dim": 256},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [2, 8, 32])
+@pytest.mark.parametrize("name", SPLIT)
+def test_parts_of_the_keys_join_to_the_whole(name: str, splits: int) -> None:
+    """Long and short contexts in one batch, requests without tokens or keys; the bits repeat."""
+    fields = dict(SPLIT[name])
+    inputs = make(
+        ((17, 20000), (1, 70), (0, 9), (3, 0), (5, 5)), fields.pop("heads", (8, 1)), extra_rows=3, **fields
+    )
+    chosen_plan = plan.split(cases.key_of(inputs.params, torch.cuda.get_device_capability()[0] == 9), splits)
+    first = check(inputs, chosen_plan).clone()
+    for _ in range(5):
+        assert torch.equal(cases.attend(inputs, plan=chosen_plan), first)
+
+
+@BOTH
+def test_calls_that_are_split_by_their_shapes_replay_with_other_lengths(dtype: str) -> None:
+    """Captured over a long context, replayed over short ones and without some: parts follow the lengths."""
+    inputs = make(((12, 9000), (9, 6000)), (8, 1), dtype=dtype)
+    key = cases.key_of(inputs.params, torch.cuda.get_device_capability()[0] == 9)
+    assert plan.parts(21, 2, 9000, plan.portable(key), key) > 1
+    by_shape = replace(plan.choose(key), splits=0)
+    graph, out = capture(lambda: cases.attend(inputs, plan=by_shape))
+    for lens in (((12, 9000), (9, 6000)), ((12, 12), (9, 300)), ((20, 8999), (1, 1)), ((0, 50), (21, 4100))):
+        if dtype == "fp8":
+            inputs.qscale.fill_(2.0)
+        inputs.cu_seqlens.copy_(torch.tensor([0, lens[0][0], 21]))
+        inputs.seq_lens.copy_(torch.tensor([keys for _, keys in lens]))
+        out.fill_(float("nan"))
+        graph.replay()
+        compare(replace(inputs, params=replace(inputs.params, lens=lens)), out, None, plan.split(key, 8))
 
 
 def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

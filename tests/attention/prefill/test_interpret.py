@@ -20,14 +20,31 @@ pytestmark = pytest.mark.interpret
 CASES = {case.name: case.params for case in case_lists.interpret_cases()}
 
 
-@pytest.mark.parametrize("name", CASES)
+# Layouts and pages are the business of strides, which `test_launch` has; slow ones repeat others with a larger shape.
+SLOW = {"bf16 12/2 heads, HND, page 8", "bf16 short keys", "ragged"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+)
 def test_equals_the_reference(name: str) -> None:
     call = cases.make_tensors(CASES[name], "cpu", seed=1)
     compare(call, *interpret(call))
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"causal": False}, {"extra_rows": 9}], ids=str)
+# what each option meets its hardest lengths with; the other pairs when slow tests run
+TABLES = {("mixed", ""), ("many", ""), ("chunks", "window"), ("short keys", "causal"), ("one", "extra_rows")}
+
+
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        pytest.param(batch, {name: value} if name else {}, id=f"{batch} {name}",
+                     marks=() if (batch, name) in TABLES else pytest.mark.slow)
+        for name, value in (("", 0), ("window", 40), ("causal", False), ("extra_rows", 9))
+        for batch in BATCHES
+    ],
+)  # fmt: skip
 def test_the_table_is_that_of_the_host(batch: str, options: dict[str, int]) -> None:
     call = make(BATCHES[batch], (2, 1), device="cpu", head_dim=8, page_size=16, **options)
     p = call.params

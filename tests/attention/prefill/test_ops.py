@@ -99,6 +99,6 @@ def test_compiled_without_graph_breaks(kind: str, where: str, given: bool) -> No
 
 
 def test_plans_travel_as_ints() -> None:
-    plan = Plan("sm90", 8, 128, 128, 4, 2, 8)
+    plan = Plan("sm90", 8, 128, 128, 4, 2, 8, 3)
     assert ops.unpack_plan(ops.pack_plan(plan)) == plan
     assert ops.pack_plan(None) is None and ops.unpack_plan(None) is None

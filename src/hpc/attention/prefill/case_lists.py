@@ -131,6 +131,21 @@ def bench_cases() -> tuple[Case, ...]:
     return tuple(rows)
 
 
+@functools.cache
+def split_cases() -> tuple[Case, ...]:
+    """Few new tokens over a long context: what fills few multiprocessors unless keys are cut into parts. Those
+    named "whole" are beyond the border; the last row is what a wide page table costs a short prompt."""
+    rows: list[Case] = []
+    for dtype in ("fp8", "bf16"):
+        for tokens, keys in ((17, 8192), (17, 32768), (17, 131072), (128, 8192), (128, 32768), (128, 131072)):
+            rows.append(_case(f"{tokens} over {keys // 1024}K", ((tokens, keys),), "bench", (8, 1), dtype))
+        rows.append(_case("4x17 over 32K", ((17, 32768),) * 4, "bench", (8, 1), dtype))
+        rows.append(_case("whole 256 over 32K", ((256, 32768),), "bench", (8, 1), dtype))
+        rows.append(_case("whole 17 over 32K", ((17, 32768),), "bench", (64, 8), dtype))
+        rows.append(_case("64, 1 over 32K", ((64, 64), (1, 32768)), "bench", (8, 1), dtype))
+    return tuple(rows)
+
+
 # values that occur twice are drawn twice as often: the shapes of most models
 AXES: dict[str, tuple[Any, ...]] = {
     "group": (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64),
@@ -208,6 +223,10 @@ def _special() -> dict[str, PrefillCase]:
         "window beyond every length": PrefillCase(((300, 300),), 8, 1, window=10000),
         "28/4 heads": PrefillCase(BATCHES["mixed"], 28, 4),
         "40/8 heads, fp8": PrefillCase(BATCHES["mixed"], 40, 8, dtype="fp8"),
+        "17 over 20K, bf16 8/1, sinks": PrefillCase(
+            ((17, 20000), (0, 40), (3, 0)), 8, 1, sinks=True, extra_rows=5
+        ),
+        "17 over 20K, fp8 8/1, window": PrefillCase(((17, 20000), (1, 700)), 8, 1, dtype="fp8", window=5000),
         "500 requests": PrefillCase(tuple((i % 5, i % 5 + i % 60) for i in range(500)), 8, 1),
     }
 
@@ -227,6 +246,9 @@ def sm90_shapes() -> dict[str, PrefillCase]:
         f"{dtype} {mask}": PrefillCase(BATCHES["one"], dtype=dtype, **options)
         for dtype, (mask, options) in itertools.product(("bf16", "fp8"), masks.items())
     }
+    for page in (16, 32):
+        shapes[f"fp8 page {page}"] = PrefillCase(BATCHES["one"], 8, 1, page_size=page, dtype="fp8")
+    shapes["fp8 window page 128"] = PrefillCase(BATCHES["one"], 1, 1, page_size=128, dtype="fp8", window=100)
     shapes["bf16 d64"] = PrefillCase(BATCHES["one"], 8, 2, 64)
     shapes["bf16 d256"] = PrefillCase(BATCHES["one"], 16, 2, 256)
     shapes["bf16 d64 window page 16"] = PrefillCase(BATCHES["one"], 12, 4, 64, page_size=16, window=50)

@@ -180,13 +180,13 @@ class PrefillOperator:
     )
 
     def cases(self, tag: str) -> list[Case]:
-        """Cases that carry `tag`: "interpret", "gpu", "target", "bench" (targets and more) or "demo"."""
+        """Cases that carry `tag`: "interpret", "gpu", "target", "bench" (all measured ones) or "demo"."""
         if tag == "gpu":
             return list(case_lists.gpu_cases())
         if tag in ("interpret", "demo"):
             known = case_lists.interpret_cases()
         else:
-            known = case_lists.target_cases() + case_lists.bench_cases()
+            known = case_lists.target_cases() + case_lists.bench_cases() + case_lists.split_cases()
         return [case for case in known if tag in case.tags]
 
     def make_inputs(self, case: Case, device: torch.device | str, seed: int) -> PrefillInputs:
@@ -231,6 +231,9 @@ class PrefillOperator:
             Provider(
                 "hpc/sm90", _sm90, note="the Gluon kernel, whatever `choose` takes", tolerance=_sm90_tolerance
             ),
+            Provider(
+                "hpc/split8", _split, note="keys of each tile in 8 parts", tolerance=_portable_tolerance
+            ),
         ]
         return {p.name: p for p in (*own, *rivals.providers())}
 
@@ -243,6 +246,11 @@ class PrefillOperator:
 
 def _portable(inputs: PrefillInputs) -> Any:
     chosen = plan.portable(key_of(inputs.params, sm90=True))
+    return lambda: attend(inputs, plan=chosen)
+
+
+def _split(inputs: PrefillInputs) -> Any:
+    chosen = plan.split(key_of(inputs.params, sm90=True), 8)
     return lambda: attend(inputs, plan=chosen)
 
 

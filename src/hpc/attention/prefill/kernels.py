@@ -7,6 +7,9 @@ softmax in base 2; only blocks that cross the diagonal, the window's edge or the
 Numbers: FP8 operands are widened to fp16, where every e4m3 value and its products with fp32 accumulation are exact;
 probabilities are rounded to 16 bits (fp16 beside FP8, bf16 beside bf16), sums use the unrounded ones.
 
+With SPLITS > 1 a tile has as many programs, each with an equal part of its key blocks: its results go to a buffer in
+fp32, with their lse, and `combine` joins them. Parts follow from the lengths on the device.
+
 Where the device has no e4m3 conversion (SM80, the interpreter) the caller passes fp8 tensors as ``view(torch.uint8)``.
 """
 
@@ -118,6 +121,15 @@ def block_ranges(start, first, tokens, keys, window, BLOCK_N: tl.constexpr, CAUS
     return lo, a, tl.maximum(whole // BLOCK_N, a), hi
 
 
+@triton.jit
+def part_of(lo, a, b, hi, part, SPLITS: tl.constexpr):
+    """The `block_ranges` of one of SPLITS parts, whose sizes differ by one block at most; empty ones have lo = hi."""
+    blocks = tl.maximum(hi - lo, 0)
+    first = lo + blocks * part // SPLITS
+    last = lo + blocks * (part + 1) // SPLITS
+    return first, tl.minimum(tl.maximum(a, first), last), tl.minimum(tl.maximum(b, first), last), last
+
+
 @triton.jit(
     do_not_specialize=[
         "num_pages", "softmax_scale", "logit_cap", "window", "stride_ids", "stride_qs_req", "stride_qs_head", "qs_len",
@@ -137,9 +149,11 @@ def _prefill_attention_kernel(
     PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     QUANT_TYPE: tl.constexpr, SCALES_PER_ROW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the table at most * HQ / PACK), heads fastest, so that heads of the same keys run side by side.
+    """Grid (tiles of the table at most * SPLITS * HQ / PACK), heads fastest, so that heads of the same keys run side by
+    side. SPLITS > 1: o fp32 [total * SPLITS, HQ, DV] and lse [total * SPLITS, HQ], a token's parts one after the other;
+    LSE must be set and SINKS not.
 
     Tensors: q [total, HQ, D], k [pages, PAGE, HKV, D], v [.., DV] (PAGE 0: [total, HKV, D], no page stride), fp8 or its
     bytes or bf16; o [total, HQ, DV] bf16, lse [total, HQ] fp32 contiguous, table of `schedule`, block_ids
@@ -154,6 +168,9 @@ def _prefill_attention_kernel(
     pdl_wait(PDL)
     pdl_launch(PDL)
     tile = pid // NH
+    if SPLITS > 1:
+        part = tile % SPLITS
+        tile = tile // SPLITS
     if tile >= tl.load(table_ptr):
         return
     entry = table_ptr + HEADER + tile * ENTRY
@@ -194,6 +211,8 @@ def _prefill_attention_kernel(
         )
 
     lo, lo_whole, hi_whole, hi = block_ranges(start, first, tokens, keys, window, BLOCK_N, CAUSAL, WINDOW)
+    if SPLITS > 1:
+        lo, lo_whole, hi_whole, hi = part_of(lo, lo_whole, hi_whole, hi, part, SPLITS)
     position = start + first + token
     page_ids = block_ids_ptr + b.to(tl.int64) * stride_ids
     k_head = k_ptr + h.to(tl.int64) * stride_k_head
@@ -231,9 +250,13 @@ def _prefill_attention_kernel(
     l = tl.where(empty, 1.0, l)
     out = tl.where(empty[:, None], 0.0, acc * (value_scale / l)[:, None])
     offs_v = tl.arange(0, BLOCK_DV)
+    if SPLITS > 1:
+        token_row = token_row * SPLITS + part
+    else:
+        out = to_bf16(out, INTERPRET)
     o_rows = token_row * stride_o_tok + head.to(tl.int64) * stride_o_head
     mask = live[:, None] & (offs_v < DV)[None, :]
-    tl.store(o_ptr + o_rows[:, None] + offs_v[None, :], to_bf16(out, INTERPRET), mask=mask)
+    tl.store(o_ptr + o_rows[:, None] + offs_v[None, :], out, mask=mask)
     if LSE:
         lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
         tl.store(lse_ptr + token_row * HQ + head, lse, mask=live)

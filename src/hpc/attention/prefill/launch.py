@@ -14,6 +14,7 @@ from hpc.attention.prefill.validate import Layout
 from hpc.common.launch import Kernel, current_device, raw_stream
 
 TILES_A_PROGRAM, REQUESTS_A_STEP = 32, 64  # of the schedule
+ROWS_A_PROGRAM = 4  # of the joining of parts
 
 # q, k, v, output, lse, table, block_ids, qscale, kscale, vscale, sinks; None: not used
 Tensors = tuple[Any, ...]
@@ -29,7 +30,8 @@ def addresses(tensors: Tensors) -> list[int]:
 
 
 class Call:
-    """The launches of one call signature on one device: the tile table, then attention; attention alone if it is short.
+    """The launches of one call signature on one device: the tile table, then attention; attention alone if it is short;
+    a split one ends with the joining of its parts.
 
     Holds no memory of the GPU. `run` allocates the table of the call, so the caching allocator ties it to the current
     stream.
@@ -44,6 +46,9 @@ class Call:
         self.pdl = key.sm90
         self.paged = key.page_size > 0
         self.tile_tokens = chosen.tile_tokens
+        self._window = window
+        self._portable_plan = plan.portable(key)
+        self._split_calls: dict[int, Call] = {}  # by parts
         self._most = plan.heaviest(window, self.tile_tokens, chosen.block_n)
         self._schedule = self._schedule_kernel()
         if chosen.backend == "sm90":
@@ -52,6 +57,15 @@ class Call:
                 self._attend_short = self._sm90(chosen.short_pack)
         else:
             self._attend = self._portable()
+        self._combine = self._combine_kernel() if chosen.splits > 1 else None
+
+    def of_parts(self, parts: int) -> Call:
+        """The same call, each tile's keys in so many parts."""
+        found = self._split_calls.get(parts)
+        if found is None:
+            chosen = plan.split(self.key, parts)
+            found = self._split_calls[parts] = Call(self.key, chosen, self.index, self.layout, self._window)
+        return found
 
     def run(
         self,
@@ -69,6 +83,12 @@ class Call:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Launch on the current stream of the tensors' device; the output, with the lse if the key asks for it."""
         tokens, batch = q.shape[0], seq_lens.shape[0]
+        if self.plan.splits == 0:
+            capacity = tokens if block_ids is None else self.capacity(block_ids)
+            parts = plan.parts(tokens, batch, capacity, self._portable_plan, self.key)
+            if parts > 1:
+                given = (q, k, v, cu_seqlens, block_ids, seq_lens, scales, sinks, scale, cap, out)
+                return self.of_parts(parts).run(*given)
         short = plan.is_short(tokens, batch, self.plan, self.key)
         tiles = plan.bound(tokens, batch, self.plan.short_tokens if short else self.tile_tokens)
         words = plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS
@@ -96,7 +116,16 @@ class Call:
             self._attend_short(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap, True)
             return
         self._schedule(stream, tensors, cu_seqlens, seq_lens, tiles)
-        self._attend(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap)
+        if self._combine is None:
+            self._attend(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap)
+            return
+        q, k, v, out, lse, *rest, sinks = tensors
+        rows = q.shape[0] * self.plan.splits
+        part_o = q.new_empty((rows, self.key.q_heads, self.key.v_dim), dtype=torch.float32)
+        part_lse = q.new_empty((rows, self.key.q_heads), dtype=torch.float32)
+        parts = (q, k, v, part_o, part_lse, *rest, None)
+        self._attend(stream, parts, cu_seqlens, seq_lens, tiles, scale, cap)
+        self._combine(stream, (out, lse, part_o, part_lse, sinks))
 
     def capacity(self, block_ids: torch.Tensor) -> int:
         """Keys of a request at most."""
@@ -136,12 +165,14 @@ class Call:
             launch_pdl=self.pdl,
         )
         wide = self.paged and max(*layout.k[:2], *layout.v[:2]) * key.page_size >= 2**31
-        strides = (*layout.q, *layout.k, *layout.v, *layout.out)
+        split = chosen.splits > 1
+        out_strides = (key.q_heads * key.v_dim, key.v_dim) if split else layout.out
+        strides = (*layout.q, *layout.k, *layout.v, *out_strides)
         fixed = (
             key.q_heads, key.kv_heads, key.head_dim, key.v_dim, key.page_size, chosen.pack, chosen.block_m,
             chosen.block_n, max(16, power_of_two(key.head_dim)), max(16, power_of_two(key.v_dim)), key.quant_type,
-            layout.kscale_row, key.causal, key.window, key.logit_cap, key.sinks, key.return_lse, wide, chosen.stages,
-            self.pdl, False,
+            layout.kscale_row, key.causal, key.window, key.logit_cap, key.sinks and not split, key.return_lse or split,
+            wide, chosen.stages, max(chosen.splits, 1), self.pdl, False,
         )  # fmt: skip
         as_bytes = key.fp8 and not key.sm90  # older GPUs have no e4m3 conversion
         head_blocks = key.q_heads // chosen.pack
@@ -154,7 +185,8 @@ class Call:
             ids = 0 if block_ids is None else block_ids.stride(0)
             pointers: Any = addresses(tensors) if kernel.compiled else typed(tensors)
             numbers = (layout.num_pages, scale, cap, self.window, ids, *strides, *qs, *layout.kscale)
-            kernel((tiles * head_blocks, 1, 1), stream, (*pointers, *numbers, *fixed))
+            grid = (tiles * head_blocks * max(chosen.splits, 1), 1, 1)
+            kernel(grid, stream, (*pointers, *numbers, *fixed))
 
         def typed(tensors: Tensors) -> list[Any]:
             """What Triton compiles for: a pointer that the kernel does not read is the table."""
@@ -166,6 +198,27 @@ class Call:
             return given
 
         return attend
+
+    def _combine_kernel(self) -> Any:
+        from hpc.attention.prefill import combine
+
+        key, splits, layout = self.key, self.plan.splits, self.layout
+        kernel = Kernel(
+            combine._prefill_combine_kernel, "attention_prefill", num_warps=4, launch_pdl=self.pdl
+        )
+        fixed = (
+            key.q_heads, key.v_dim, splits, ROWS_A_PROGRAM, power_of_two(key.v_dim), key.sinks, key.return_lse,
+            self.pdl, False,
+        )  # fmt: skip
+
+        def join(stream: int, tensors: Tensors) -> None:
+            rows = tensors[0].shape[0] * key.q_heads
+            pointers: Any = [tensors[2] if tensor is None else tensor for tensor in tensors]
+            if kernel.compiled:
+                pointers = addresses(tensors)
+            kernel((-(-rows // ROWS_A_PROGRAM), 1, 1), stream, (*pointers, rows, *layout.out, *fixed))
+
+        return join
 
     def _sm90(self, pack: int) -> Any:
         from hpc.attention.prefill import hopper

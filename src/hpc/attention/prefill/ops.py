@@ -45,6 +45,7 @@ def pack_plan(plan: Plan | None) -> list[int] | None:
         plan.warps,
         plan.stages,
         plan.short_pack,
+        plan.splits,
     ]
 
 
@@ -53,8 +54,7 @@ def unpack_plan(words: list[int] | None) -> Plan | None:
     if words is None:
         return None
     backend: Any = _BACKENDS[words[0]]
-    pack, block_m, block_n, warps, stages, short_pack = words[1:]
-    return Plan(backend, pack, block_m, block_n, warps, stages, short_pack)
+    return Plan(backend, *words[1:])
 
 
 def _public(name: str) -> Callable[..., Any]:

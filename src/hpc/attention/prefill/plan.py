@@ -6,12 +6,17 @@ Pure Python on integers and flags; nothing here touches a tensor or a device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 HEADER_WORDS = 8
 ENTRY_WORDS = 8
 LONGEST = 2**31 - 1 - 1024  # keys of a request: block ends stay in 32 bits
+
+# Where `Plan.splits` is 0, only calls that may gain much are split: each tile into SPLITS parts, which all run at once,
+# while the part of the machine that they fill unsplit is an eighth at most; and the page table has room for SPLIT_KEYS.
+SPLITS = (32, 8)
+SPLIT_KEYS = 4096
 
 TMA_HEAD_DIMS = (64, 128, 256)
 TMA_PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -59,6 +64,9 @@ class Plan:
     # Pack of calls whose tiles all run at once, 0 for the same way for all: each CTA then finds its own tile, without
     # the launch of the schedule.
     short_pack: int = 0
+    # Parts that the keys of each tile are cut into; their results are joined by one more launch. 0: whole, or by
+    # `split` where `parts` says so, call by call.
+    splits: int = 1
 
     @property
     def tile_tokens(self) -> int:
@@ -85,8 +93,12 @@ def is_legal(plan: Plan, key: Key) -> str | None:
     sizes = (plan.block_m, plan.block_n)
     if any(size < 16 or size & (size - 1) for size in sizes) or plan.block_m % plan.pack:
         return f"tile {sizes}: sides must be powers of two from 16 on, and hold the packed heads"
+    if plan.splits < 0 or plan.splits > 64:
+        return f"{plan.splits} splits: 0 to 64"
     if plan.backend == "portable":
         return None
+    if plan.splits > 1:
+        return "the SM90 kernel has no splits"
     if not key.sm90:
         return "backend sm90 on another GPU"
     if key.page_size not in TMA_PAGE_SIZES:
@@ -95,9 +107,6 @@ def is_legal(plan: Plan, key: Key) -> str | None:
         return f"head dims {key.head_dim}/{key.v_dim}: the SM90 kernel has {TMA_HEAD_DIMS}, keys as values"
     if key.fp8 and (key.head_dim != 128 or key.quant_type != 1):
         return "FP8 on the SM90 kernel needs head_dim 128 and scales per tensor"
-    if key.fp8 and key.window:
-        # Right in the emulator; on an H200 wrong rows and an illegal access (windows of 100 and 300).
-        return "the SM90 kernel has no FP8 with a window"
     if not key.tma:
         return "an address or a stride is no multiple of 16 bytes"
     if not key.positive_scale:
@@ -111,9 +120,35 @@ def is_legal(plan: Plan, key: Key) -> str | None:
 
 
 def choose(key: Key) -> Plan:
-    """The plan for a call: the SM90 kernel where it is legal."""
+    """The plan for a call: the SM90 kernel where it is legal.
+
+    FP8 with a window takes the portable kernel until a GPU has run the SM90 one. Nothing is split: a page table is
+    mostly as wide as the longest context that a server takes, so every short prompt would pay for splits too.
+    """
     chosen = sm90(key)
-    return chosen if is_legal(chosen, key) is None else portable(key)
+    if is_legal(chosen, key) is not None or (key.fp8 and key.window):
+        chosen = portable(key)
+    return chosen
+
+
+def split(key: Key, parts: int) -> Plan:
+    """The portable kernel for a call cut into `parts`."""
+    return replace(portable(key), splits=parts)
+
+
+def parts(tokens: int, batch: int, capacity: int, chosen: Plan, key: Key) -> int:
+    """Parts for `split` where the plan of a call leaves that open. `capacity`: keys that the page table has room for;
+    `chosen`: the portable kernel."""
+    if capacity < SPLIT_KEYS:
+        return 1
+    items = bound(tokens, batch, chosen.tile_tokens) * (key.q_heads // chosen.pack)
+    return next((n for n in SPLITS if items * n <= key.sms), 1)
+
+
+def scratch_bytes(tokens: int, key: Key, splits: int) -> int:
+    """Results of the parts of a call and their lse, in fp32. Where `parts` chose, 8.7 MB at most on 132 multiprocessors
+    with a head dim of 128: items * splits <= sms, and an item has `block_m` rows."""
+    return tokens * splits * key.q_heads * (key.v_dim + 1) * 4
 
 
 def sm90(key: Key) -> Plan:
