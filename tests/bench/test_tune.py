@@ -52,6 +52,12 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Nested:
+    outer: int
+    inner: Plan | None
+
+
+@dataclass(frozen=True)
 class Key:
     n: int
 
@@ -174,3 +180,7 @@ def test_operators_without_plans_to_search_are_none() -> None:
 def test_difference_names_what_changes() -> None:
     assert tune.difference(Plan(3, 8), Plan()) == "stages=3 warps=8"
     assert tune.difference(Plan(), Plan()) == "nothing"
+    nested = (Nested(1, Plan(3, 8)), Nested(1, Plan(3, 4)), Nested(2, None))
+    assert tune.difference(nested[0], nested[1]) == "inner.warps=8"
+    assert tune.difference(nested[0], nested[2]) == "outer=1 inner.stages=3 inner.warps=8"
+    assert tune.difference(nested[2], nested[0]) == "outer=2 inner=None"

@@ -32,6 +32,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         {"lens": ((40, 300), (9, 9)), "heads": (4, 1), "dtype": "bf16", "window": 100, "page_size": 16}, {}, False),
     "fp8 short": ({"lens": ((9, 140), (0, 5)), "heads": (4, 1), "extra_rows": 3}, {}, True),
     "fp8 three stages": ({"lens": ((20, 300), (9, 9)), "heads": (4, 1)}, {"stages": 3}, False),
+    "bf16 overlap": (
+        {"lens": ((70, 200), (128, 128), (130, 140)), "heads": (2, 1), "dtype": "bf16"}, {"overlap": True}, False),
+    "bf16 overlap, window, cap, sinks, page 16": (
+        {"lens": ((40, 300), (9, 9)), "heads": (4, 1), "dtype": "bf16", "window": 100, "page_size": 16,
+         "logit_cap": 5.0, "sinks": True},
+        {"overlap": True, "pack": 4}, False),
+    "bf16 overlap, d64": (
+        {"lens": ((70, 400), (3, 40)), "heads": (2, 1), "dtype": "bf16", "head_dim": 64}, {"overlap": True}, False),
+    "bf16 overlap, one block a tile": (
+        {"lens": ((9, 9), (5, 70)), "heads": (4, 1), "dtype": "bf16"}, {"overlap": True}, False),
     "bf16 short": ({"lens": ((20, 150), (0, 5), (3, 0)), "heads": (4, 1), "dtype": "bf16", "extra_rows": 3}, {}, True),
 }  # fmt: skip
 

@@ -6,7 +6,8 @@ the later ones: there it holds what the kernel's start left, and no tool warns. 
 and right as PTX have such reads, FP8 with a window and BF16 whose tiles overlap; none of those that are right has.
 
 So for each descriptor of a product: either all values that may reach it come from the role's own code, or all come from
-before it. `stray_reads(cubin)` names the others. A role begins where `setmaxnreg` is executed.
+before it. `stray_reads(cubin)` names the others. A role begins where `setmaxnreg` is executed. Other reads are not
+named: an address of shared memory that the code ahead of a role made is rightly read in it, and counted up in loops.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import re
 import subprocess
 from pathlib import Path
 
-# the address of shared memory, which every part of the code makes anew: always the same value
+# The address of shared memory, which every part of the code makes anew: always the same value, so it counts neither as
+# the role's nor as older.
 SAME = re.compile(r"UMOV UR\d+, 0x400$|ULEA UR\d+, UR\d+, UR\d+, 0x18$|S2UR UR\d+, SR_CgaCtaId$")
+# A uniform register kept in a vector register, and brought back.
+COPY = re.compile(r"(?:MOV|IMAD\.U32|R2UR) (U?R)(\d+), (?:RZ, RZ, )?(U?R)(\d+)$")
+VECTOR = 64  # number of vector register 0, behind the uniform ones
 WIDTHS = {"64": 2, "WIDE": 2, "128": 4}
 
 
 class Instruction:
-    """What is read and written of the uniform registers, and where control goes."""
+    """Registers written, uniform registers read, and where control goes."""
 
     def __init__(self, address: int, text: str) -> None:
         self.address, self.text = address, text
@@ -44,11 +49,22 @@ class Instruction:
             self.reads |= set(range(register, register + self._width(parts, inside, match[3][:at])))
         if "GMMA" in self.name and re.match(r"R\d+, R\d+,", match[3]):
             self.reads = {register for register in self.reads if register % 4 > 1}  # A is in registers
+        if vector := re.match(r"(?:U?P[T\d]+,\s*)?R(\d+)", match[3]):
+            width = next((WIDTHS[p] for p in parts if p in WIDTHS), 1)
+            self.writes |= {VECTOR + int(vector[1]) + i for i in range(width)}
+        copy = COPY.match(text)
+        self.source = None  # of a copy
+        if copy and copy[1] != copy[3]:
+            self.source = int(copy[4]) + VECTOR * (copy[3] == "R")
 
     def _width(self, parts: list[str], inside: bool, before: str) -> int:
         if "GMMA" in parts[0]:  # the descriptors of A and B
             return 4
-        return 2 if "64" in parts or before.endswith("desc[") else 1
+        if parts[0] in ("UTMALDG", "UTMASTG"):  # shared memory, a barrier of loads, the corner; then the map
+            return 2 if "]" in before else 1 + (parts[0] == "UTMALDG") + int(parts[1][0])
+        if inside:
+            return 2 if before.endswith("desc[") else 1
+        return 2 if "64" in parts else 1
 
     @property
     def ends(self) -> bool:
@@ -110,13 +126,13 @@ def _mixed(code: list[Instruction], place: dict[int, int], start: int) -> list[t
 
 def _after(x: Instruction, inside: int, before: int, made: int) -> tuple[int, int, int]:
     """The state behind an instruction; one under a guard counts as executed, since its result is used under it."""
-    if SAME.match(x.text):  # what the kernel's start made too
-        for register in x.writes:
-            inside, before, made = inside & ~(1 << register), before | 1 << register, made & ~(1 << register)
-        return inside, before, made
-    stray = any((inside & before | made) >> register & 1 for register in x.reads)
+    same = SAME.match(x.text) is not None
+    if x.source is not None and (inside | before | made) >> x.source & 1:
+        (to,) = x.writes
+        return tuple(bits & ~(1 << to) | (bits >> x.source & 1) << to for bits in (inside, before, made))  # type: ignore[return-value]
+    stray = not same and any((inside & before | made) >> register & 1 for register in x.reads)
     for register in x.writes:
-        inside |= 1 << register
+        inside = inside & ~(1 << register) if same else inside | 1 << register
         before &= ~(1 << register)
         made &= ~(1 << register)
         if stray:

@@ -19,6 +19,8 @@ SPILLS = {BF16: 0, FP8: 280 + 16, "_prefill_schedule_kernel": 0, "_prefill_atten
 SPILLS_BY_NAME = {
     "bf16 5/1 d128 page 16": 128 + 16, "fp8 5/1 d128 page 16": 424 + 16,
     "bf16 64/8 d128 window cap sinks lse": 140 + 16, "fp8 8/1 d128 page 16 window": 432 + 16,
+    "bf16 64/8 d128 overlap": 12 + 16, "bf16 5/1 d128 page 16 overlap": 12 + 16,
+    "bf16 64/8 d128 window cap sinks lse overlap": 24 + 16, "bf16 64/8 d128 full overlap": 12 + 16,
 }  # fmt: skip
 
 FEW = [
@@ -66,6 +68,18 @@ def test_a_descriptor_that_only_a_skipped_loop_sets_is_seen() -> None:
     assert strays([*code[:2], Instruction(0x20, "NOP"), *code[3:]]) == []
 
 
+def test_a_register_that_is_kept_and_brought_back_is_not_stale() -> None:
+    """Register 30 is older than the role; the loop keeps it in a vector register while it needs its place."""
+    lines = (
+        "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xe0", "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR28], R24", "MOV R33, UR30",
+        "UMOV UR30, 0x4", "UIADD3 UR8, UR30, 0x8, URZ", "R2UR UR30, R33", "@P0 BRA 0x10", "EXIT",
+    )  # fmt: skip
+    code = [Instruction(16 * i, text) for i, text in enumerate(lines)]
+    assert strays(code) == []
+    lost = [*code[:5], Instruction(0x50, "R2UR UR30, R34"), *code[6:]]
+    assert [read.partition(":")[0] for read in strays(lost)] == ["UR30 at 0x10"]
+
+
 @few_or_all(FEW)
 def test_kernels_compile_as_designed(
     version: str, names: list[str], root: Path, clean_environ: dict[str, str], tmp_path: Path
@@ -75,5 +89,5 @@ def test_kernels_compile_as_designed(
     assert kernels >= Counter({BF16: 1, FP8: 2, "_prefill_attention_kernel": 2}), kernels
     if not names:
         counts = [kernels[name] for name in (BF16, FP8, "_prefill_attention_kernel")]
-        assert counts == [7, 6, 7], kernels
+        assert counts == [12, 6, 7], kernels
     assert [line for report in found for line in complaints(report)] == []

@@ -33,7 +33,7 @@ def interpret(
     p, key = inputs.params, key_of(inputs)
     scales = scale_sizes(inputs.w13_scale, inputs.w2_scale)
     call = launch.Call(
-        key, chosen or plan.choose(key), 0, p.rank, p.shared, key.hidden, scales, interpret=True
+        key, chosen or plan.analytic(key), 0, p.rank, p.shared, key.hidden, scales, interpret=True
     )
     scratch = torch.full((call.layout.size,), 255, dtype=torch.uint8)
     out = poisoned(result_shape(p), torch.bfloat16)

@@ -155,12 +155,13 @@ def test_the_plans_say_what_only_the_portable_kernels_know() -> None:
     def key(**fields: Any) -> plan.Key:
         return plan.Key(**{**KEY, **fields})
 
-    assert plan.choose(key(combined=False)).backend == "sm90"
-    assert plan.choose(key(combined=False, num_tokens=1)).backend == "sm90"
-    assert plan.choose(key(num_tokens=1)).backend == "tiny"
+    assert plan.analytic(key(combined=False)).backend == "sm90"
+    assert plan.analytic(key(combined=False, num_tokens=1)).backend == "sm90"
+    assert plan.analytic(key(num_tokens=1)).backend == "tiny"
     dynamic = cases.key_of(make("cpu", "tensor", bf16_input=True, static=False))
     assert (
-        dynamic.block_scales and plan.choose(replace(dynamic, sm90=True, hardware_fp8=True)).backend == "sm90"
+        dynamic.block_scales
+        and plan.analytic(replace(dynamic, sm90=True, hardware_fp8=True)).backend == "sm90"
     )
     for fields, words in (
         ({"bf16_weights": True, "bf16_input": True}, "BF16 weights"), ({"up_bias": True}, "a bias"),
@@ -168,8 +169,8 @@ def test_the_plans_say_what_only_the_portable_kernels_know() -> None:
         ({"weight_on_input": True}, "the router's weight"),
     ):  # fmt: skip
         for tokens in (1, 64):
-            assert plan.choose(key(num_tokens=tokens, **fields)).backend == "portable"
-            why = plan.is_legal(plan.choose(key(num_tokens=tokens)), key(num_tokens=tokens, **fields))
+            assert plan.analytic(key(num_tokens=tokens, **fields)).backend == "portable"
+            why = plan.is_legal(plan.analytic(key(num_tokens=tokens)), key(num_tokens=tokens, **fields))
             assert why is not None and "portable" in why and words in why
 
 

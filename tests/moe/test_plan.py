@@ -45,13 +45,13 @@ KEYS = [
 
 def test_every_choice_is_legal() -> None:
     for each in KEYS:
-        chosen = plan.choose(each)
+        chosen = plan.analytic(each)
         assert plan.is_legal(chosen, each) is None, (each, plan.is_legal(chosen, each))
 
 
 def test_stages_fit_into_shared_memory() -> None:
     for each in KEYS:
-        chosen = plan.choose(each)
+        chosen = plan.analytic(each)
         for product, up in ((chosen.up, True), (chosen.down, False)):
             if product is not None:
                 used = product.stages * plan.stage_bytes(each, chosen.tile, product, up) + plan.reserve(
@@ -64,7 +64,7 @@ def test_stages_fit_into_shared_memory() -> None:
 def test_scratch_fields_do_not_overlap() -> None:
     """Fields follow one another on ALIGN bytes, each as large as what the kernels write."""
     for each in KEYS:
-        chosen = plan.choose(each)
+        chosen = plan.analytic(each)
         layout = scratch.layout(each, chosen)
         tiny = chosen.backend == "tiny"
         needed = {
@@ -85,7 +85,7 @@ def test_scratch_fields_do_not_overlap() -> None:
 def test_tiles_of_any_routing_fit() -> None:
     """ceil(count / tile) summed over experts never exceeds max_tiles, whatever the counts."""
     for each in KEYS:
-        chosen = plan.choose(each)
+        chosen = plan.analytic(each)
         layout = scratch.layout(each, chosen)
         for busy in (1, each.num_experts // 2 + 1, each.num_experts):
             ones = min(busy - 1, each.pairs - 1)  # experts with a single row, the rest of the pairs to one
@@ -94,10 +94,10 @@ def test_tiles_of_any_routing_fit() -> None:
 
 
 def test_the_sm90_kernels_name_what_they_cannot_do() -> None:
-    assert plan.choose(key(64, sm90=False)).backend == "portable"
-    assert plan.choose(key(64, inter=80)).backend == "sm90"
-    assert plan.choose(key(64, inter=80, block_scales=True)).backend == "portable"
-    why = plan.is_legal(plan.choose(key(64)), key(64, inter=80, block_scales=True))
+    assert plan.analytic(key(64, sm90=False)).backend == "portable"
+    assert plan.analytic(key(64, inter=80)).backend == "sm90"
+    assert plan.analytic(key(64, inter=80, block_scales=True)).backend == "portable"
+    why = plan.is_legal(plan.analytic(key(64)), key(64, inter=80, block_scales=True))
     assert why is not None and "multiple of 64" in why
 
 
@@ -112,7 +112,7 @@ def test_the_sm90_kernels_name_what_they_cannot_do() -> None:
     ],
 )
 def test_illegal_plans_say_why(change: dict[str, object], text: str) -> None:
-    chosen = replace(plan.choose(key(64)), **change)  # type: ignore[arg-type]
+    chosen = replace(plan.analytic(key(64)), **change)  # type: ignore[arg-type]
     why = plan.is_legal(chosen, key(64))
     assert why is not None and text in why
 
@@ -126,7 +126,7 @@ def test_long_inputs_run_in_passes_of_bounded_scratch() -> None:
     ):
         step = scratch.chunk_tokens(tokens, top_k, hidden, inter)
         part = key(step, top_k=top_k, hidden=hidden, inter=inter, num_experts=16, experts_total=256)
-        size = scratch.layout(part, plan.choose(part)).size
+        size = scratch.layout(part, plan.analytic(part)).size
         assert size <= 1.2 * scratch.SCRATCH_LIMIT + part.sms * 4 * 128 * 128 * 4
         assert step % 128 == 0 or step == tokens
         assert plan.ceil_div(tokens, step) * top_k * step < 2**31
@@ -139,7 +139,7 @@ def test_plans_do_not_depend_on_the_rank_count_given_as_zero() -> None:
 def test_measured_shapes_use_the_sm90_kernels() -> None:
     for case in case_lists.target_cases():
         p = case.params
-        chosen = plan.choose(key(p.tokens, num_experts=p.experts, experts_total=p.experts, hidden=p.hidden,
+        chosen = plan.analytic(key(p.tokens, num_experts=p.experts, experts_total=p.experts, hidden=p.hidden,
                                  inter=p.inter, block_scales=p.block))  # fmt: skip
         assert chosen.backend == ("tiny" if p.tokens <= 2 and p.inter <= 256 else "sm90")
 
@@ -148,7 +148,7 @@ def test_alternatives_are_legal_and_differ() -> None:
     for each in KEYS:
         for name, other in plan.alternatives(each).items():
             assert name in plan.ALTERNATIVES
-            assert plan.is_legal(other, each) is None and other != plan.choose(each)
+            assert plan.is_legal(other, each) is None and other != plan.analytic(each)
     names = set(plan.alternatives(key(4096, num_experts=24, experts_total=24, inter=1536)))
     assert {"two", "shared", "two shared", "half tile", "portable", "pair 64"} <= names
 
@@ -177,6 +177,6 @@ def test_the_choice_is_the_fastest_measured(name: str, expected: tuple[str, ...]
     """What was fastest for 64, 128, 256, 512, 1024 and 4096 tokens of those with an error within 5e-3."""
     experts, hidden, inter, block = case_lists.SHAPES[name]
     for tokens, want in zip((64, 128, 256, 512, 1024, 4096), expected, strict=True):
-        chosen = plan.choose(key(tokens, num_experts=experts, experts_total=experts, hidden=hidden, inter=inter,
+        chosen = plan.analytic(key(tokens, num_experts=experts, experts_total=experts, hidden=hidden, inter=inter,
                                  block_scales=block))  # fmt: skip
         assert described(chosen) == want, tokens

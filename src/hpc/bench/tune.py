@@ -251,11 +251,24 @@ def _points(
 
 
 def difference(plan: Any, analytic: Any) -> str:
-    """What a plan changes: "stages=4 warps=8"."""
+    """What a plan changes: "stages=4 up.warps=8"."""
     if type(plan) is not type(analytic):
         return repr(plan)
-    ours, theirs = asdict(plan), asdict(analytic)
-    return " ".join(f"{name}={value}" for name, value in ours.items() if value != theirs[name]) or "nothing"
+    ours, theirs = _flat(asdict(plan)), _flat(asdict(analytic))
+    changed = [
+        f"{name}={value}" for name, value in ours.items() if name not in theirs or value != theirs[name]
+    ]
+    return " ".join(changed) or "nothing"
+
+
+def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"up": {"warps": 8}} as {"up.warps": 8}."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        found |= (
+            _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        )
+    return found
 
 
 def _times(rows: Sequence[Row], name: str) -> dict[str, Row]:

@@ -79,7 +79,7 @@ def fuse_moe(
         no_combine: return y, zeros where the expert is not local. topk_scale is not read, unless it is on the input.
         num_fused_shared_experts: S; every token takes the last S of the E experts too, with weight 1. Ids do not name
             them: those of this rank begin at rank_ep * (E - S). y of no_combine is [T, K + S, H].
-        plan: run this plan instead of the analytic choice.
+        plan: run this plan instead of the measured or the analytic one.
 
     Returns:
         BF16 [T, H], or [T, K, H] with no_combine: `output`, or a fresh tensor.

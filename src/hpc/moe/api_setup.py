@@ -6,7 +6,7 @@ import torch
 
 from hpc.common import arch, checks
 from hpc.common.errors import fail
-from hpc.moe import plan, scratch, validate
+from hpc.moe import choose, plan, scratch, validate
 
 
 def check_moe_weights(
@@ -217,6 +217,6 @@ def get_fuse_moe_scratch_size(
         experts_total=total or experts, hidden=hidden, inter=inter, block_scales=block_scales, bf16_mul=True,
         sms=arch.sm_count(device) if there else arch.REFERENCE_SM_COUNT, sm90=capability[0] == 9,
         hardware_fp8=capability >= (8, 9), bf16_input=bf16_input or bf16_weights, bf16_weights=bf16_weights,
-        combined=not no_combine,
+        combined=not no_combine, gpu=arch.device_name(device) if there else "",
     )  # fmt: skip
-    return scratch.layout(key, plan.choose(key)).size
+    return scratch.layout(key, choose.choose(key)).size

@@ -13,7 +13,7 @@ import hpc
 from hpc.bench.providers import CannotRun, Provider
 from hpc.bench.rivals import moe as rivals
 from hpc.common.operator import Case, Floor, Progress, Tolerance
-from hpc.moe import case_lists, plan, validate
+from hpc.moe import case_lists, choose, plan, validate
 from hpc.moe.case_lists import MoeCase
 from hpc.moe.reference import BLOCK, moe_reference
 from hpc.moe.validate import Arguments
@@ -354,8 +354,9 @@ def _with_plan(name: str) -> Callable[[MoeInputs], Callable[[], torch.Tensor]]:
     """The call under one of `plan.alternatives`."""
 
     def prepare(inputs: MoeInputs) -> Callable[[], torch.Tensor]:
-        chosen = plan.alternatives(key_of(inputs)).get(name)
-        if chosen is None or (name == "portable" and inputs.params.tokens > 512):
+        key = key_of(inputs)
+        chosen = plan.alternatives(key).get(name)
+        if chosen in (None, choose.choose(key)) or (name == "portable" and inputs.params.tokens > 512):
             raise CannotRun(f"no plan '{name}' here, or it is the chosen one")
         return lambda: run(inputs, plan=chosen)
 

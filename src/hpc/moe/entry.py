@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hpc.common.errors import fail
-from hpc.moe import launch, plan, validate
+from hpc.moe import choose, launch, plan, validate
 from hpc.moe.reference import moe_reference
 from hpc.moe.scratch import chunk_tokens
 from hpc.moe.validate import Arguments
@@ -92,17 +92,12 @@ def _calls(
     made: dict[int, launch.Call] = {}
     scales = scale_sizes(args.w13_scale, args.w2_scale)
     for length in set(lengths):
-        part = replace_tokens(key, length)
+        part = replace(key, num_tokens=length)
         made[length] = launch.Call(
             part, _legal(function, chosen, part), args.x.device.index, rank_ep, args.shared_output is not None,
             key.hidden if args.output is None else args.output.stride(0), scales,
         )  # fmt: skip
     return tuple(made[length] for length in lengths)
-
-
-def replace_tokens(key: plan.Key, num_tokens: int) -> plan.Key:
-    """The key of a pass over some of the tokens."""
-    return replace(key, num_tokens=num_tokens)
 
 
 def scale_sizes(*scales: torch.Tensor | None) -> tuple[tuple[int, int], ...]:
@@ -118,7 +113,7 @@ def _rows(args: Arguments, part: slice) -> Arguments:
 
 def _legal(function: str, chosen: plan.Plan | None, key: plan.Key) -> plan.Plan:
     if chosen is None:
-        return plan.choose(key)
+        return choose.choose(key)
     why = plan.is_legal(chosen, key)
     if why is not None:
         fail(function, "plan", expected="a plan that can run this call", got=why, remedy="Pass plan=None.")

@@ -15,6 +15,7 @@ from hpc.moe.validate import Arguments
 
 NAME = "fuse_moe"
 MAX_KEPT = 256  # descriptors of a call's activations
+TILES = ("expert", "start", "rows", "num_tiles", "pair")  # fields of the scratch: the tile list and its pairs
 Launch = Callable[..., None]
 
 
@@ -210,7 +211,6 @@ class Call:
             key.pairs, *sizes, w2_rows, w2_cols, chosen.tile, 128, block_k, key.block_scales, key.act_groups,
             key.bf16_weights, self.pdl, self.interpret,
         )  # fmt: skip
-        tiles = ("expert", "start", "rows", "num_tiles", "pair")
 
         def run(
             stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
@@ -221,7 +221,7 @@ class Call:
                 base = scratch.data_ptr()
                 x, xs, w13, s13, act, w2, s2 = (base if t is None else t.data_ptr() for t in tensors)
                 b13, weight, b2 = (None if t is None else t.data_ptr() for t in parts)
-                lists = [base + getattr(layout, name) for name in tiles]
+                lists = [base + getattr(layout, name) for name in TILES]
                 a, a_scale = base + layout.act, base + layout.act_scale
                 y = base + layout.y if key.combined else out.data_ptr()
             else:
@@ -231,7 +231,7 @@ class Call:
                     for t in tensors
                 )
                 b13, weight, b2 = parts
-                lists = self._words(scratch, *tiles)
+                lists = self._words(scratch, *TILES)
                 a, a_scale = scratch[layout.act :], floats[layout.act_scale // 4 :]
                 a = a.view(torch.bfloat16) if key.bf16_weights else a
                 y = self._results(scratch, out)
@@ -243,8 +243,6 @@ class Call:
     def _sm90(self) -> tuple[Launch, ...]:
         from hpc.moe import hopper, hopper_down
 
-        key, chosen, layout = self.key, self.plan, self.layout
-        hidden, inter, experts = key.hidden, key.inter, key.num_experts
         up, down = self._configs(hopper.UpConfig, hopper_down.DownConfig)
         up_kernel, down_kernel = hopper._moe_gate_up_sm90_kernel, hopper_down._moe_down_sm90_kernel
         if up.PAIR or down.PAIR:
@@ -252,23 +250,25 @@ class Call:
 
             up_kernel = hopper_pair._moe_gate_up_pair_kernel if up.PAIR else up_kernel
             down_kernel = hopper_pair_down._moe_down_pair_kernel if down.PAIR else down_kernel
-        gate_up = Kernel(up_kernel, NAME, **self._options(chosen.up))
-        product = Kernel(down_kernel, NAME, **self._options(chosen.down))
-        (w13_rows, w13_cols), (w2_rows, w2_cols) = self.scales
-        up_grid, down_grid = ((each.per_sm * key.sms, 1, 1) for each in (chosen.up, chosen.down))
-        up_fixed = (
-            key.pairs, key.top_k, layout.act_stride, plan.ceil_div(hidden, 128), w13_rows, w13_cols, up,
-        )  # fmt: skip
-        down_fixed = (key.pairs, w2_rows, w2_cols, down)
-        w13_shape = [experts, inter // 8, 2, 8, hidden]
-        w13_strides = [2 * inter * hidden, 8 * hidden, inter * hidden, hidden, 1]
-        w2_shape, w2_strides = [experts, hidden, inter], [hidden * inter, inter, 1]
-        a_shape, a_strides = [key.pairs, inter], [layout.act_stride, 1]
-        tiles = ("expert", "start", "rows", "num_tiles", "pair")
-        up_places = [getattr(layout, name) for name in (*tiles, "counters", "parts", "act", "act_scale")]
-        down_places = [getattr(layout, name) for name in ("act_scale", *tiles)]
+        gate_up = Kernel(up_kernel, NAME, **self._options(self.plan.up))
+        product = Kernel(down_kernel, NAME, **self._options(self.plan.down))
+        return self._sm90_up(gate_up, up), self._sm90_down(product, down)
 
-        def run_up(
+    def _sm90_up(self, gate_up: Kernel, up: Any) -> Launch:
+        """The gate-up product; `up` is its `UpConfig`."""
+        from hpc.moe import hopper
+
+        key, layout, chosen = self.key, self.layout, self.plan.up
+        assert chosen is not None
+        hidden, inter = key.hidden, key.inter
+        grid = (chosen.per_sm * key.sms, 1, 1)
+        fixed = (key.pairs, key.top_k, layout.act_stride, plan.ceil_div(hidden, 128), *self.scales[0], up)
+        # gate and up rows in turn, by eight
+        w13_shape = [key.num_experts, inter // 8, 2, 8, hidden]
+        w13_strides = [2 * inter * hidden, 8 * hidden, inter * hidden, hidden, 1]
+        up_places = [getattr(layout, name) for name in (*TILES, "counters", "parts", "act", "act_scale")]
+
+        def run(
             stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
         ) -> None:
             tensors = (args.x, args.x_scale, args.w13_scale, args.act_scale)
@@ -283,16 +283,29 @@ class Call:
                 desc = (hopper.TensorDescriptor(args.w13, w13_shape, w13_strides, box, up.W_BOX),)
                 pointers = [floats if t is None else t for t in tensors]
                 places = [
-                    *self._words(scratch, *tiles, "counters"), floats[layout.parts // 4 :],
+                    *self._words(scratch, *TILES, "counters"), floats[layout.parts // 4 :],
                     scratch[layout.act :].view(torch.float8_e4m3fn), floats[layout.act_scale // 4 :],
                 ]  # fmt: skip
-            gate_up(up_grid, stream, (*desc, *pointers, *places, *up_fixed))
+            gate_up(grid, stream, (*desc, *pointers, *places, *fixed))
 
-        activations: dict[
-            int, tuple[Any, ...]
-        ] = {}  # address of the scratch -> descriptor of what lies in it
+        return run
 
-        def run_down(
+    def _sm90_down(self, product: Kernel, down: Any) -> Launch:
+        """The down product; `down` is its `DownConfig`."""
+        from hpc.moe import hopper
+
+        key, layout, chosen = self.key, self.layout, self.plan.down
+        assert chosen is not None
+        hidden, inter = key.hidden, key.inter
+        grid = (chosen.per_sm * key.sms, 1, 1)
+        fixed = (key.pairs, *self.scales[1], down)
+        w2_shape, w2_strides = [key.num_experts, hidden, inter], [hidden * inter, inter, 1]
+        a_shape, a_strides = [key.pairs, inter], [layout.act_stride, 1]
+        down_places = [getattr(layout, name) for name in ("act_scale", *TILES)]
+        # address of the scratch -> descriptor of the activations in it
+        activations: dict[int, tuple[Any, ...]] = {}
+
+        def run(
             stream: int, args: Arguments, scratch: torch.Tensor, factor: float, out: torch.Tensor
         ) -> None:
             if product.compiled:
@@ -316,12 +329,12 @@ class Call:
                 a_desc = (hopper.TensorDescriptor(act, a_shape, a_strides, [down.N, down.BK], down.TILE),)
                 scale = args.w2_scale
                 places = [
-                    scratch.view(torch.float32)[layout.act_scale // 4 :], *self._words(scratch, *tiles),
+                    scratch.view(torch.float32)[layout.act_scale // 4 :], *self._words(scratch, *TILES),
                     self._results(scratch, out),
                 ]  # fmt: skip
-            product(down_grid, stream, (*w_desc, *a_desc, scale, *places, *down_fixed))
+            product(grid, stream, (*w_desc, *a_desc, scale, *places, *fixed))
 
-        return run_up, run_down
+        return run
 
     def _configs(self, up_config: Any, down_config: Any) -> tuple[Any, Any]:
         key, up, down = self.key, self.plan.up, self.plan.down
@@ -350,9 +363,8 @@ class Call:
         assert product is not None
         threads = 32 * (product.warps + 4) * product.per_sm
         registers = min(232, 65536 // threads // 8 * 8)
-        warps = (
-            4 if product.pair else product.warps
-        )  # of its two warpgroups the second is a partition of its own
+        # of a pair's two warpgroups the second is a partition of its own
+        warps = 4 if product.pair else product.warps
         return {"num_warps": warps, "maxnreg": registers, "launch_pdl": self.pdl}
 
     def _tiny(self, shared: bool, stride_out: int) -> tuple[Launch, ...]:

@@ -1,4 +1,4 @@
-"""Plans of the fused MoE, in pure Python: integers only."""
+"""Plans of the fused MoE and the analytic choice between them, in pure Python: integers only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ MAX_TOP_K = 128
 # Up to here two launches without an index win: 11.4 us against 15.6 for one token, top-8, I = 192, H = 4096. At four
 # tokens they are level (29 us), and weights shared by tokens start to be read twice.
 TINY_PAIRS, TINY_INTER = 16, 256
+WARPS = (1, 2, 4, 8, 16)  # of a Triton program
 TINY_TOP_K = 16  # the tiny kernels keep the weights of all of a token's experts in registers
 MAX_EXPERTS = 4096  # a histogram of this many bins is what one program of the index build holds
 FUSED_PAIRS = 1024  # up to here one launch builds the index: each program counts every pair itself
@@ -27,6 +28,11 @@ def tile_rows(average: int) -> int:
 def power_of_two(n: int) -> int:
     """The smallest power of two >= n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def is_power_of_two(n: int) -> bool:
+    """Whether n is 1, 2, 4, ..."""
+    return n > 0 and n & (n - 1) == 0
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -55,14 +61,13 @@ class Key:
     swiglu_alpha: float | None = None
     bf16_weights: bool = False  # then nothing is quantised
     one_scale: bool = False  # block scales are found inside for x and activations, made of one for weights
-    dynamic_act: bool = (
-        False  # only the activations get a scale for each 128 columns of a row; weights have one
-    )
+    dynamic_act: bool = False  # the activations alone get a scale for each 128 columns of a row
     up_bias: bool = False
     down_bias: bool = False
     weight_on_input: bool = False  # the router's weight multiplies x, not y
     combined: bool = True  # False: y of every pair is the result
     shared_experts: int = 0  # of the experts, the last ones, which every token takes; top_k counts them too
+    gpu: str = ""  # name, for the table of measured plans; empty: the analytic choice
 
     @property
     def quantised_input(self) -> bool:
@@ -127,6 +132,9 @@ class Tiny:
     down_warps: int
 
 
+TINY = Tiny(4, 1024, 4, 32, 8)  # the analytic choice
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a call runs.
@@ -177,8 +185,12 @@ def tiny_reason(tiny: Tiny | None, key: Key) -> str | None:
         return reason
     if key.top_k > TINY_TOP_K or key.pairs > 65535:
         return f"at most {TINY_TOP_K} experts a token and 65535 pairs"
-    if 16 % tiny.up_rows or 64 % tiny.down_cols:
+    if tiny.up_rows not in (1, 2, 4, 8, 16) or tiny.down_cols not in (1, 2, 4, 8, 16, 32, 64):
         return "slices must divide 16 rows and 64 columns"
+    if not is_power_of_two(tiny.up_cols):
+        return f"{tiny.up_cols} columns at a time are no power of two"
+    if tiny.up_warps not in WARPS or tiny.down_warps not in WARPS:
+        return f"{tiny.up_warps} and {tiny.down_warps} warps"
     return None
 
 
@@ -203,7 +215,7 @@ def is_legal(plan: Plan, key: Key) -> str | None:
         plan.backend == "portable" and not 16 <= plan.tile <= 128
     ):
         return f"tile {plan.tile}"
-    if plan.chunk < 16 or plan.chunk & (plan.chunk - 1):
+    if plan.chunk < 16 or not is_power_of_two(plan.chunk):
         return f"chunk {plan.chunk} is no power of two >= 16"
     if plan.fused_index and key.pairs > FUSED_PAIRS:
         return f"one launch counts at most {FUSED_PAIRS} pairs"
@@ -215,22 +227,33 @@ def is_legal(plan: Plan, key: Key) -> str | None:
     for name, product in (("up", plan.up), ("down", plan.down)):
         if product is None:
             return f"no {name} product"
-        if product.box not in ((128,) if name == "up" else (64, 128)):
-            return f"{name}: box {product.box}"
-        if product.fresh not in (32, 64, 128, 256):
-            return f"{name}: fresh {product.fresh}"
-        if product.pair and not (
-            product.boxes == 1 and product.shared_order and product.warps == 8 and plan.tile == 128
-            and product.fresh in (64, 128)
-        ):  # fmt: skip
-            return f"{name}: pairs take items in turn, a box a stage, eight warps, 128 rows, 64 or 128 fresh columns"
-        if product.warps not in (4, 8) or product.producer_warps not in (1, 2, 4):
-            return f"{name}: {product.warps} + {product.producer_warps} warps"
-        stages = product.stages * stage_bytes(key, plan.tile, product, name == "up")
-        needed = product.per_sm * (stages + reserve(plan.tile, name == "up"))
-        if needed > SM_SHARED:
-            return f"{name}: {needed} bytes of shared memory on an SM"
+        why = product_reason(key, plan.tile, product, name == "up")
+        if why is not None:
+            return f"{name}: {why}"
     return None
+
+
+def product_reason(key: Key, tile: int, product: Product, up: bool) -> str | None:
+    """Why the SM90 kernels cannot run this product with tiles of so many rows, or None."""
+    if product.box not in ((128,) if up else (64, 128)):
+        return f"box {product.box}"
+    # of the gate-up product's pieces in a stage a power of two is in flight at a time
+    if product.boxes < 1 or (up and not is_power_of_two(product.boxes)):
+        return f"{product.boxes} boxes"
+    if product.fresh not in (32, 64, 128, 256):
+        return f"fresh {product.fresh}"
+    if product.pair and not (
+        product.boxes == 1 and product.shared_order and product.warps == 8 and tile == 128
+        and product.fresh in (64, 128)
+    ):  # fmt: skip
+        return "pairs take items in turn, a box a stage, eight warps, 128 rows, 64 or 128 fresh columns"
+    if product.warps not in (4, 8) or product.producer_warps not in (1, 2, 4):
+        return f"{product.warps} + {product.producer_warps} warps"
+    if product.stages < 2 or product.per_sm < 1:
+        return f"{product.stages} stages, {product.per_sm} programs an SM"
+    stages = product.stages * stage_bytes(key, tile, product, up)
+    needed = product.per_sm * (stages + reserve(tile, up))
+    return f"{needed} bytes of shared memory on an SM" if needed > SM_SHARED else None
 
 
 def index_chunk(pairs: int) -> int:
@@ -239,17 +262,16 @@ def index_chunk(pairs: int) -> int:
     return max(16, min(power_of_two(pairs), 128))
 
 
-def choose(key: Key) -> Plan:
-    """The analytic choice."""
+def analytic(key: Key) -> Plan:
+    """The choice without measurements, each branch with its reason."""
     fused = key.pairs <= FUSED_PAIRS
     chunk = index_chunk(key.pairs)
     rows = key.rows_per_expert
-    tiny = Tiny(4, 1024, 4, 32, 8)
     few = key.sm90 and key.pairs <= TINY_PAIRS and key.inter <= TINY_INTER
-    if few and tiny_reason(tiny, key) is None:
-        return Plan("tiny", 16, chunk, fused, tiny=tiny)
+    if few and tiny_reason(TINY, key) is None:
+        return Plan("tiny", 16, chunk, fused, tiny=TINY)
     if sm90_reason(key) is None:
-        tile, up, down = choose_sm90(key)
+        tile, up, down = analytic_sm90(key)
         return Plan("sm90", tile, chunk, fused, up, down)
     # matrix instructions of the portable kernels take 16 rows at least; a taller tile would mostly multiply zeros
     tile = 16 if rows <= 12 else 32 if rows <= 24 else 64
@@ -269,7 +291,7 @@ def tile_for(key: Key) -> int:
     return next((n for n, most in ((8, 4), (16, 11), (32, 24), (64, 48)) if rows <= most), 128)
 
 
-def choose_sm90(key: Key) -> tuple[int, Product, Product]:
+def analytic_sm90(key: Key) -> tuple[int, Product, Product]:
     """(tile, up, down) for the SM90 kernels; times are of an H200."""
     if tile_for(key) <= 32:
         return few_rows(key, tile_for(key))
@@ -281,7 +303,7 @@ def few_rows(key: Key, tile: int) -> tuple[int, Product, Product]:
     if key.inter <= SHORT_INTER and not key.block_scales:
         # A quarter of an item's time is its end; a second program reads on meanwhile. I = 192: 117.5 against 119.6 us
         # for 64 tokens of 192 experts, 93.6 against 96.5 for 128 of 128.
-        return _two(key, tile)
+        return two_programs(key, tile)
     if key.inter < LONG_INTER and key.rows_per_expert <= 8:  # I = 768: 162.2 against 164.0 us for 128 tokens
         return _with_room(sm90_of_tile(key, tile))
     return sm90_of_tile(key, tile)
@@ -297,16 +319,16 @@ def many_rows(key: Key) -> tuple[int, Product, Product]:
     rows = key.rows_per_expert
     if key.inter >= LONG_INTER:
         # I = 1536: 85 rows 159.0 us in turn against 161.5 by pairs; 170 rows 266.0 against 215.4
-        return pair_plan(key, 128) if rows > 120 else _items_in_turn(sm90_of_tile(key, tile_for(key)))
+        return pair_plan(key, 128) if rows > 120 else items_in_turn(sm90_of_tile(key, tile_for(key)))
     if key.inter > SHORT_INTER:
         # Few stages an item: two programs an SM, one multiplies while the other ends an item. I = 768: 32 rows 172.5 us
         # against 176.0 by pairs; 64 rows 205.9 against 191.9
-        return pair_plan(key, 128) if rows > 50 else _items_in_turn(_two(key, 64))
+        return pair_plan(key, 128) if rows > 50 else items_in_turn(two_programs(key, 64))
     # I = 192: 43 rows 180.5 us by two, 181.8 by pairs of 64 columns; 64 rows 149.9 and 143.5; 171 rows 394.4, and 399.4
     # by pairs of 128; 256 rows 378.8 and 356.9
     if rows > 210:
         return pair_plan(key, 128)
-    return pair_plan(key, 64) if 50 < rows <= 100 else _items_in_turn(_two(key, 64))
+    return pair_plan(key, 64) if 50 < rows <= 100 else items_in_turn(two_programs(key, 64))
 
 
 def many_rows_of_blocks(key: Key) -> tuple[int, Product, Product]:
@@ -351,15 +373,16 @@ ALTERNATIVES = (
 
 
 def alternatives(key: Key) -> dict[str, Plan]:
-    """Other legal plans by name, for measurements.
+    """Legal plans other than the analytic one by name, for measurements.
 
     "tiles": the SM90 kernels where the choice is another. "room": so few stages that the down kernel finds room beside
     the gate-up kernel. "two": two programs an SM, of half the rows each where eight warps would be needed. "shared":
     programs take items in turn. "fresh": other sums in the tensor core: larger ones cost less and flip more roundings.
     "pair": two warpgroups of 64 tokens each, tiles of 256 weight rows.
     """
-    base = replace(choose(key), tiny=None)
-    tiny = replace(base, backend="tiny", tile=16, up=None, down=None, tiny=Tiny(4, 1024, 4, 32, 8))
+    chosen = analytic(key)
+    base = replace(chosen, tiny=None)
+    tiny = replace(base, backend="tiny", tile=16, up=None, down=None, tiny=TINY)
     plans = {"tiny": tiny}
     rows = key.rows_per_expert
     plans["portable"] = Plan("portable", 16 if rows <= 12 else 32, base.chunk, base.fused_index)
@@ -373,11 +396,11 @@ def alternatives(key: Key) -> dict[str, Plan]:
             plans[f"fresh {fresh}"] = replace(tiles, up=replace(up, fresh=fresh))
         for other, name in ((tile // 2, "half tile"), (tile * 2, "double tile")):
             plans[name] = replace(tiles, **_fields(sm90_of_tile(key, other)))
-        plans["two"] = replace(tiles, **_fields(_two(key, tile)))
+        plans["two"] = replace(tiles, **_fields(two_programs(key, tile)))
         plans["two shared"] = _in_turn(plans["two"])
         for fresh in (64, 128):
             plans[f"pair {fresh}"] = replace(tiles, **_fields(pair_plan(key, fresh)))
-    return {name: plan for name, plan in plans.items() if is_legal(plan, key) is None and plan != choose(key)}
+    return {name: plan for name, plan in plans.items() if is_legal(plan, key) is None and plan != chosen}
 
 
 def _fields(choice: tuple[int, Product, Product]) -> dict[str, Any]:
@@ -386,10 +409,11 @@ def _fields(choice: tuple[int, Product, Product]) -> dict[str, Any]:
 
 def _in_turn(plan: Plan) -> Plan:
     assert plan.up is not None and plan.down is not None
-    return replace(plan, **_fields(_items_in_turn((plan.tile, plan.up, plan.down))))
+    return replace(plan, **_fields(items_in_turn((plan.tile, plan.up, plan.down))))
 
 
-def _items_in_turn(choice: tuple[int, Product, Product]) -> tuple[int, Product, Product]:
+def items_in_turn(choice: tuple[int, Product, Product]) -> tuple[int, Product, Product]:
+    """Both products with programs that take items in turn."""
     tile, up, down = choice
     return tile, replace(up, shared_order=True), replace(down, shared_order=True)
 
@@ -400,7 +424,8 @@ def _with_room(choice: tuple[int, Product, Product]) -> tuple[int, Product, Prod
     return tile, replace(up, stages=min(up.stages, 3)), replace(down, stages=3)
 
 
-def _two(key: Key, tile: int) -> tuple[int, Product, Product]:
+def two_programs(key: Key, tile: int) -> tuple[int, Product, Product]:
+    """(tile, up, down) with two programs an SM, of four warps and at most 64 rows each."""
     small, up, down = sm90_of_tile(key, min(tile, 64))
     changes: dict[str, Any] = {"warps": 4, "per_sm": 2, **({"boxes": 1} if small == 64 else {})}
     return (

@@ -81,13 +81,7 @@ def call(
         if args.act_scale is not None:
             _one_value(function, "act_and_mul_scale", args.act_scale)
         _input_scale(function, args)
-    for name, bias, shape in (
-        ("gate_up_bias", args.w13_bias, (experts, 2 * inter)), ("down_bias", args.w2_bias, (experts, hidden)),
-    ):  # fmt: skip
-        if bias is not None:
-            checks.dtype(function, name, bias, (torch.bfloat16, torch.float32))
-            checks.shape(function, name, bias, shape)
-            checks.contiguous(function, name, bias)
+    _biases(function, args, experts, hidden, inter)
     _outputs(function, args, (num_tokens, top_k, hidden) if no_combine else (num_tokens, hidden))
     _devices(function, args, names)
     checks.int_range(function, "rank_ep", rank_ep, 0, 2**31 // experts - 1)
@@ -99,21 +93,33 @@ def call(
         if not isinstance(flag, bool):
             fail(function, name, expected="a bool", got=repr(flag))
     _activation(function, activation, swiglu_limit, swiglu_alpha)
-    capability = arch.capability(args.x.device)
     if args.x.is_cuda:
         arch.require_gpu(function, args.x.device)
+    capability = arch.capability(args.x.device)
+    limit, alpha = (None if value is None else float(value) for value in (swiglu_limit, swiglu_alpha))
     dynamic_act = args.kind == "tensor" and args.act_scale is None
     both = dynamic_act and args.x.dtype == torch.bfloat16 and args.input_scale is None
     return plan.Key(
-        num_tokens=num_tokens, top_k=top_k, num_experts=experts,
-        experts_total=max(total, 1) if total else experts, hidden=hidden, inter=inter, block_scales=block or both,
-        bf16_mul=use_bf16_mul and args.kind == "tensor", sms=arch.sm_count(args.x.device), sm90=capability[0] == 9,
-        hardware_fp8=capability >= (8, 9), bf16_input=args.x.dtype == torch.bfloat16,
-        activation=activation, swiglu_limit=None if swiglu_limit is None else float(swiglu_limit),
-        swiglu_alpha=None if swiglu_alpha is None else float(swiglu_alpha), bf16_weights=wide, one_scale=both,
+        num_tokens=num_tokens, top_k=top_k, num_experts=experts, experts_total=total or experts, hidden=hidden,
+        inter=inter, block_scales=block or both, bf16_mul=use_bf16_mul and args.kind == "tensor",
+        sms=arch.sm_count(args.x.device), sm90=capability[0] == 9, hardware_fp8=capability >= (8, 9),
+        bf16_input=args.x.dtype == torch.bfloat16, activation=activation, swiglu_limit=limit, swiglu_alpha=alpha,
+        bf16_weights=wide, one_scale=both,
         dynamic_act=dynamic_act and not both, up_bias=args.w13_bias is not None, down_bias=args.w2_bias is not None,
         weight_on_input=weight_on_input, combined=not no_combine, shared_experts=shared_experts,
+        gpu=arch.device_name(args.x.device) if args.x.is_cuda else "",
     )  # fmt: skip
+
+
+def _biases(function: str, args: Arguments, experts: int, hidden: int, inter: int) -> None:
+    for name, bias, columns in (
+        ("gate_up_bias", args.w13_bias, 2 * inter),
+        ("down_bias", args.w2_bias, hidden),
+    ):
+        if bias is not None:
+            checks.dtype(function, name, bias, (torch.bfloat16, torch.float32))
+            checks.shape(function, name, bias, (experts, columns))
+            checks.contiguous(function, name, bias)
 
 
 def _outputs(function: str, args: Arguments, shape: tuple[int, ...]) -> None:

@@ -9,14 +9,15 @@ from dataclasses import replace
 
 import torch
 
-from hpc.common import env
+from hpc.common import arch, env
 from hpc.common.offline import compiling_for
 from hpc.common.operator import Progress
-from hpc.moe import case_lists, entry, launch, plan, validate
+from hpc.moe import case_lists, choose, entry, launch, plan, validate
 from hpc.moe.case_lists import MoeCase
 from hpc.moe.validate import Arguments
 
-TARGET_SMS = 132  # a count as good as any: it sets grids, which no kernel is compiled for
+# (name, multiprocessors) of no GPU in particular: no table, and a count as good as any, since it sets grids alone
+ANY_GPU = ("", 132)
 
 
 def shapes() -> list[tuple[str, MoeCase]]:
@@ -30,11 +31,15 @@ def warmup(device: torch.device | str, progress: Progress | None) -> int:
     Compilation fills Triton's cache from `HPC_WARMUP_JOBS` processes. Returns how many calls are ready.
     """
     todo = shapes()
-    target = device if isinstance(device, str) else "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    if isinstance(device, str):
+        target, gpu = device, ANY_GPU
+    else:
+        target = "sm{}{}".format(*arch.capability(device))
+        gpu = arch.device_name(device), arch.sm_count(device)
     # a fresh interpreter each: CUDA does not survive a fork, and the parent may have launched already
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(env.warmup_jobs(), context, _compiling_worker) as pool:
-        jobs = {pool.submit(compile_shape, params, target): name for name, params in todo}
+        jobs = {pool.submit(compile_shape, params, target, gpu=gpu): name for name, params in todo}
         for done, job in enumerate(as_completed(jobs), start=1):
             job.result()
             if progress is not None:
@@ -93,21 +98,27 @@ def meta_arguments(params: MoeCase, device: torch.device | str = "cpu") -> Argum
     )  # fmt: skip
 
 
-def key_of(params: MoeCase, target: str) -> plan.Key:
-    """What decides the plan of a call on `target`."""
+def key_of(params: MoeCase, target: str, gpu: tuple[str, int] = ANY_GPU) -> plan.Key:
+    """What decides the plan of a call on `target`; its GPU by name and multiprocessors decides on measured plans."""
     gate = (params.activation, params.swiglu_limit, params.swiglu_alpha)
     options = (params.bf16_mul, *gate, params.no_combine, params.weight_on_input, params.shared_experts)
     key = validate.call("warmup", meta_arguments(params), 0, params.experts, *options)
     return replace(
-        key, sm90=target.startswith("sm90"), hardware_fp8=int(target[2:].rstrip("a")) >= 89, sms=TARGET_SMS
+        key,
+        sm90=target.startswith("sm90"),
+        hardware_fp8=int(target[2:].rstrip("a")) >= 89,
+        gpu=gpu[0],
+        sms=gpu[1],
     )
 
 
-def compile_shape(params: MoeCase, target: str, chosen: plan.Plan | None = None) -> None:
+def compile_shape(
+    params: MoeCase, target: str, chosen: plan.Plan | None = None, gpu: tuple[str, int] = ANY_GPU
+) -> None:
     """Compile the launches of one call for `target`, with CPU tensors in the place of the device's."""
-    args, key = meta_arguments(params), key_of(params, target)
+    args, key = meta_arguments(params), key_of(params, target, gpu)
     scales = entry.scale_sizes(args.w13_scale, args.w2_scale)
-    call = launch.Call(key, chosen or plan.choose(key), 0, 0, params.shared, key.hidden, scales)
+    call = launch.Call(key, chosen or choose.choose(key), 0, 0, params.shared, key.hidden, scales)
     shape = (key.num_tokens, key.top_k, key.hidden)
     out = torch.empty(shape if params.no_combine else shape[::2], dtype=torch.bfloat16)
     with compiling_for(target):

@@ -37,7 +37,7 @@ def run(
     config = hopper.Config(
         D=p.head_dim, P=p.page_size, PACK=chosen.pack, HQ=p.q_heads, HKV=p.kv_heads, STAGES=chosen.stages,
         FP8=key.fp8, CAUSAL=p.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=p.sinks, LSE=True, PDL=True,
-        BN=chosen.block_n,
+        BN=chosen.block_n, OVERLAP=chosen.overlap,
     )  # fmt: skip
     out = torch.full((*inputs.q.shape[:2], p.head_dim), math.nan).bfloat16()
     lse = torch.full(inputs.q.shape[:2], math.nan)
@@ -155,6 +155,30 @@ def test_any_number_of_stages(stages: int, window: int | None) -> None:
     )
     check(inputs, stages=stages)
     check(inputs, short=True, stages=stages)
+
+
+OVERLAP: dict[str, dict[str, Any]] = {
+    "causal": {"heads": (2, 1), "pack": 1},
+    "8/1": {"heads": (8, 1)},
+    "page 16, extra rows": {"heads": (3, 1), "page_size": 16, "extra_rows": 70},
+    "window": {"heads": (2, 1), "window": 50, "pack": 1},
+    "full window": {"heads": (4, 1), "causal": False, "window": 60},
+    "full": {"heads": (2, 1), "causal": False},
+    "cap, sinks, d64": {"heads": (4, 2), "logit_cap": 1.5, "sinks": True, "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=() if shape == "causal" else pytest.mark.slow) for shape in OVERLAP]
+)
+def test_the_end_of_a_tile_beside_the_start_of_the_next_one(shape: str) -> None:
+    """Tiles of one block and of several, masked at the top, at the window's edge or not at all, cut off or whole."""
+    fields = dict(OVERLAP[shape])
+    plan_fields = {"pack": fields.pop("pack")} if "pack" in fields else {}
+    check(make((*MIXED, (9, 128)), device="cpu", **fields), overlap=True, **plan_fields)
+    if shape != "causal":
+        lens = ((200, 500), (1, 900), (130, 131), (60, 320), (128, 256))
+        check(make(lens, device="cpu", **fields), overlap=True, ctas=2, **plan_fields)
 
 
 def test_the_maximum_follows_scores_that_grow_block_by_block() -> None:

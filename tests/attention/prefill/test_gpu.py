@@ -19,11 +19,14 @@ pytestmark = pytest.mark.gpu
 GRID = {case.name: case.params for case in case_lists.gpu_cases()}
 SM90 = case_lists.sm90_shapes()
 BOTH = pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-# Other fields than those of `plan.sm90`: whole groups in a tile and no short calls; three blocks in flight.
+# Other fields than those of `plan.sm90`: whole groups in a tile and no short calls; three blocks in flight; overlap
+# between tiles, which short calls do not have.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "sm90 packed": {"pack": 64, "short_pack": 0}, "sm90 three stages": {"stages": 3}
+    "sm90 packed": {"pack": 64, "short_pack": 0}, "sm90 three stages": {"stages": 3},
+    "sm90 overlap": {"overlap": True, "short_pack": 0},
+    "sm90 overlap packed": {"overlap": True, "short_pack": 0, "pack": 64},
 }  # fmt: skip
-PLANS = pytest.mark.parametrize("backend", ["portable", "sm90"])
+PLANS = pytest.mark.parametrize("backend", ["portable", "sm90", "sm90 overlap"])
 
 
 def chosen(params: PrefillCase, backend: str) -> plan.Plan:
@@ -36,6 +39,8 @@ def chosen(params: PrefillCase, backend: str) -> plan.Plan:
     if "pack" in fields:
         fields["pack"] = plan.pack_of(key.group, fields["pack"])
     found = replace(plan.sm90(key), **fields)
+    if found.overlap and (key.fp8 or key.head_dim > 128):
+        pytest.skip("FP8 has it always, a head dim of 256 never")
     return found
 
 
@@ -63,6 +68,24 @@ def test_shapes_of_the_sm90_kernels(name: str, backend: str) -> None:
         for _ in range(10):
             again = cases.attend(inputs, plan=chosen(params, backend))
             assert torch.equal(again, first), f"{batch}: bits change from run to run"
+
+
+FULL_LOAD = {
+    "16x2K": prompts(*[2048] * 16), "64x128": prompts(*[128] * 64), "uneven": prompts(*range(100, 1500, 37)),
+    "over a context": ((300, 9000), (1, 4000), (2048, 2048)) * 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FULL_LOAD)
+def test_overlap_changes_no_number_at_full_load(name: str) -> None:
+    """Dozens of tiles a CTA, against the kernel that ends a tile before it starts the next one; the bits repeat."""
+    inputs = make(FULL_LOAD[name], (64, 8), extra_rows=3)
+    expected = cases.attend(inputs, plan=chosen(inputs.params, "sm90"))
+    first = cases.attend(inputs, plan=chosen(inputs.params, "sm90 overlap")).clone()
+    error = measure(first, expected)
+    assert error.rms_rel < 1e-3 and error.max_rel < 1e-2, error
+    for _ in range(10):
+        assert torch.equal(cases.attend(inputs, plan=chosen(inputs.params, "sm90 overlap")), first)
 
 
 @pytest.mark.parametrize("backend", ["portable", "sm90"])

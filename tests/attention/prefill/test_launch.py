@@ -91,6 +91,22 @@ def run(
     return (*result, chosen)
 
 
+def test_the_plan_decides_on_overlap_but_for_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[Any] = []
+    monkeypatch.setattr(CpuKernel, "__call__", lambda self, grid, stream, args: configs.append(args[-1]))
+    inputs = make(((20, 77),), (8, 8), device="cpu")
+    key = replace(cases.key_of(inputs.params, True), return_lse=True)
+    layout = validate.Layout(
+        (1024, 128), (65536, 1024, 128), (65536, 1024, 128), (1024, 128), (0, 0, 0), 1, 2
+    )
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.q, None, inputs.cu_seqlens, inputs.block_ids, *[None] * 4)
+    for overlap in (False, True):
+        call = launch.Call(key, replace(plan.sm90(key), overlap=overlap), 0, layout, None)
+        for short in (False, True):
+            call.launch(0, tensors, inputs.cu_seqlens, inputs.seq_lens, 1, 1.0, 1.0, short)
+    assert [x.OVERLAP for x in configs if hasattr(x, "OVERLAP")] == [False, False, True, False]
+
+
 LENS = ((20, 77), (1, 33), (7, 7), (0, 5))
 SHAPES: dict[str, dict[str, Any]] = {
     "bf16": {}, "fp8": {"dtype": "fp8"}, "window, HND": {"window": 30, "layout": "HND"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,19 @@ def test_sm90_shapes_are_legal_there() -> None:
     for params in case_lists.sm90_shapes().values():
         key = cases.key_of(params, True)
         assert plan.is_legal(plan.sm90(key), key) is None
+
+
+def test_overlap_needs_room_for_two_tiles_of_queries() -> None:
+    def why(overlap: bool = True, **fields: int) -> str | None:
+        given = {"head_dim": 128, "quant_type": -1, **fields}
+        key = plan.Key(True, 132, 64, 8, v_dim=given["head_dim"], page_size=64, **given)
+        return plan.is_legal(replace(plan.sm90(key), overlap=overlap), key)
+
+    assert why() is None and why(head_dim=64) is None and why(False, head_dim=256) is None
+    assert why(head_dim=256) is not None and why(quant_type=1) is not None
+    key = plan.Key(True, 132, 8, 8, 128, 128, 64, -1)
+    assert not plan.sm90(key).short_kernel and replace(plan.sm90(key), overlap=True).short_kernel
+    assert plan.is_legal(replace(plan.portable(key), overlap=True), key) is not None
 
 
 def test_a_short_call_has_a_multiprocessor_for_every_item() -> None:

@@ -232,6 +232,12 @@ class PrefillOperator:
                 "hpc/sm90", _sm90, note="the Gluon kernel, whatever `choose` takes", tolerance=_sm90_tolerance
             ),
             Provider(
+                "hpc/overlap",
+                _overlap,
+                note="a tile's end beside the next one's start",
+                tolerance=_sm90_tolerance,
+            ),
+            Provider(
                 "hpc/split8", _split, note="keys of each tile in 8 parts", tolerance=_portable_tolerance
             ),
         ]
@@ -258,13 +264,17 @@ def _portable_tolerance(inputs: PrefillInputs) -> Tolerance:
     return tolerance(inputs.params)
 
 
-def _sm90(inputs: PrefillInputs) -> Any:
+def _sm90(inputs: PrefillInputs, overlap: bool = False) -> Any:
     key = key_of(inputs.params, sm90=arch.is_hopper(inputs.q.device))
-    chosen = plan.sm90(key)
+    chosen = replace(plan.sm90(key), overlap=overlap)
     why = plan.is_legal(chosen, key)
     if why is not None:
         raise CannotRun(why)
     return lambda: attend(inputs, plan=chosen)
+
+
+def _overlap(inputs: PrefillInputs) -> Any:
+    return _sm90(inputs, overlap=True)
 
 
 def _sm90_tolerance(inputs: PrefillInputs) -> Tolerance:

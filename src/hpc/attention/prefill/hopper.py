@@ -8,7 +8,8 @@ so that CTAs side by side read the same keys. Three roles:
                           S' = Q K'^T  |  O += P V  |  softmax of S' while O += P V runs  |  O *= shrink
 
 so the tensor cores work on O += P V while the exponentials of the next block are taken. Masks are applied in the blocks
-on the diagonal, at the window's edge and at the end of the keys only.
+on the diagonal, at the window's edge and at the end of the keys only. With `OVERLAP` a tile's end, from its last
+O += P V to its store, runs beside the first Q K'^T of the next tile, whose Q is in a second buffer.
 
 ptxas would sink the exponentials below the wait for O += P V; the second wait on a barrier already complete is a block
 boundary that keeps them above it.
@@ -20,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from hpc.attention.prefill.hopper_common import (
     LOG2E,
+    await_tile,
     blocks_of,
     close_row,
     first_keys,
@@ -76,8 +78,8 @@ def _scores(s, scale, cap, C: gl.constexpr):
 @gluon.jit
 def _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, key, last, since, base,
           scale, unit, cap,
-          MASKED: gl.constexpr, MMA: gl.constexpr, MMO: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Scores of the next block beside O += P V of the present one."""
+          masked, MMA: gl.constexpr, MMO: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Scores of the next block beside O += P V of the present one; `masked` is a number of the run with overlap."""
     A: gl.constexpr = gl.DotOperandLayout(0, MMO, 2)
     ks = kc % C.STAGES
     vs = vc % C.STAGES
@@ -88,9 +90,9 @@ def _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc,
     o = warpgroup_mma(p, vview.index(vs), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     s = _scores(s, scale, cap, C)
-    if MASKED:
+    if masked:
         s = mask(s, key, last - base, since - base, C)
-    p32, m, l, shrink = _softmax(s, m, l, unit, MASKED, C)
+    p32, m, l, shrink = _softmax(s, m, l, unit, True if C.OVERLAP else masked, C)
     mbarrier.wait(v_full.index(vs), (vc // C.STAGES) & 1)  # complete already: see the module docstring
     o, p32 = warpgroup_mma_wait(0, deps=(o, p32))
     mbarrier.arrive(k_empty.index(ks), count=1)
@@ -178,6 +180,96 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf,
     tma.store_wait(0)
 
 
+@gluon.jit
+def _first_scores(qview, kview, it, kc, WG: gl.constexpr, MMA: gl.constexpr, C: gl.constexpr):
+    """Scores of the first keys of round `it`, under way."""
+    zero = gl.full([64, C.BN], 0.0, gl.float32, MMA)
+    q = qview.index(it % C.QSTAGES * 2 + WG)
+    return warpgroup_mma(q, kview.index(kc % C.STAGES).permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _mask_first(s, keys, block, col, last, since, C: gl.constexpr):
+    """Scores of the last block, which is fetched first. Where no box is shifted, keys are numbered as columns are."""
+    base = block * C.BN
+    key = col
+    if gl.maximum(gl.minimum(keys - base, C.BN), 0) % C.PB > 0:
+        key = first_keys(keys, block, col, C)
+    return mask(s, key, last - base, since - base, C)
+
+
+@gluon.jit
+def _consumer_ahead(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf, q_full, q_empty, k_full,
+                    k_empty, v_full, v_empty, table_ptr, sinks_ptr, lse_ptr, num_ctas, window, softmax_scale, cap,
+                    stride_o_tok, stride_o_head, C: gl.constexpr):  # fmt: skip
+    """As `_consumer`; the first scores of the next tile are under way while this one is finished.
+
+    One loop over a tile's blocks: of several, ptxas sets descriptors that they share ahead of the first only, which may
+    be skipped (tests/compile/sass_uniform.py).
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    MMO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMO, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    COLS: gl.constexpr = gl.SliceLayout(0, MMA)
+    cta = gl.program_id(0)
+    pdl_wait(C.PDL)
+    n_work = num_work(table_ptr, C)
+    scale = softmax_scale
+    unit = softmax_scale * LOG2E
+    if C.CAP:
+        unit = 1.0
+    col = gl.arange(0, C.BN, COLS)
+    w = cta
+    it = 0
+    kc = 0
+    vc = 0
+    row0, tokens, _, first, start, keys = tile_of(table_ptr, w, n_work, C)
+    await_tile(w, n_work, it, kc, q_full, k_full, C)
+    s = _first_scores(qview, kview, it, kc, WG, MMA, C)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    while w < n_work:
+        mbarrier.arrive(k_empty.index(kc % C.STAGES), count=1)
+        kc += 1
+        q = qview.index(it % C.QSTAGES * 2 + WG)
+        head = (w % C.NH) * C.PACK
+        hi, blocks, top, bottom = blocks_of(tokens, first, start, keys, window, C)
+        last, since = seen_keys(start, first, keys, window, WG, ROWS, C)
+        s = _mask_first(_scores(s, scale, cap, C), keys, hi - 1, col, last, since, C)
+        m = gl.full([64], float("-inf"), gl.float32, ROWS)
+        l = _lane_sum(gl.full([64, C.BN], 0.0, gl.float32, MMA), C)
+        p32, m, l, _ = _softmax(s, m, l, unit, True, C)
+        p = gl.convert_layout(_bf16_pairs(p32), A)
+        o = gl.full([64, C.D], 0.0, gl.float32, MMO)
+        for i in range(1, blocks):
+            masked = (i < top) | (i >= blocks - bottom)
+            p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
+                               last, since, (hi - 1 - i) * C.BN, scale, unit, cap, masked, MMA, MMO, C)  # fmt: skip
+            kc += 1
+            vc += 1
+        mbarrier.arrive(q_empty.index(it % C.QSTAGES), count=1)
+        vs = vc % C.STAGES
+        mbarrier.wait(v_full.index(vs), (vc // C.STAGES) & 1)
+        o = warpgroup_mma(p, vview.index(vs), o, is_async=True)
+        it += 1
+        w = work_of(it, cta, num_ctas)
+        next_row0, next_tokens, _, first, start, keys = tile_of(table_ptr, w, n_work, C)
+        await_tile(w, n_work, it, kc, q_full, k_full, C)
+        s = _first_scores(qview, kview, it, kc, WG, MMA, C)
+        o = warpgroup_mma_wait(1, deps=(o,))
+        mbarrier.arrive(v_empty.index(vs), count=1)
+        vc += 1
+        total = gl.convert_layout(gl.sum(l, 1), ROWS)
+        factor = close_row(total, m * unit, row0, tokens, head, WG, 1.0, sinks_ptr, lse_ptr, C)
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, MMO))
+        out = (o * gl.expand_dims(factor, 1)).to(gl.bfloat16)
+        store_tile(out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, WG, C)
+        row0 = next_row0
+        tokens = next_tokens
+        s = warpgroup_mma_wait(0, deps=(s,))
+    tma.store_wait(0)
+
+
 @gluon.jit(
     do_not_specialize=["requests", "rows", "capacity", "stride_ids", "num_ctas", "num_pages", "window", "softmax_scale",
                        "cap"],
@@ -197,11 +289,12 @@ def _prefill_sm90_bf16_kernel(
     o_ptr bf16 with strides, lse_ptr fp32 [total, HQ], ids_ptr int32 [B, max_pages], sinks_ptr fp32 [HQ].
     """
     STAGES: gl.constexpr = C.STAGES
-    qbuf = gl.allocate_shared_memory(C.T, [2 * C.KH, C.QT, C.PACK, C.DB], C.Q_BOX)
+    QSTAGES: gl.constexpr = C.QSTAGES
+    qbuf = gl.allocate_shared_memory(C.T, [C.QSTAGES * 2 * C.KH, C.QT, C.PACK, C.DB], C.Q_BOX)
     kbuf = gl.allocate_shared_memory(C.T, [C.STAGES * C.KH * C.NP, 1, C.PB, 1, C.DB], C.KV_BOX)
     vbuf = gl.allocate_shared_memory(C.T, [C.STAGES * C.KH * C.NP, 1, C.PB, 1, C.DB], C.KV_BOX)
     obuf = gl.allocate_shared_memory(gl.bfloat16, [C.O_TILES * C.OH, C.QT, C.PACK, C.O_COLS // C.OH], C.O_BOX)
-    qview = qbuf._reinterpret(C.T, [2, 64, C.D], C.TILE)
+    qview = qbuf._reinterpret(C.T, [C.QSTAGES * 2, 64, C.D], C.TILE)
     kview = kbuf._reinterpret(C.T, [C.STAGES, C.BN, C.D], C.TILE)
     vview = vbuf._reinterpret(C.T, [C.STAGES, C.BN, C.D], C.TILE)
     oview = obuf._reinterpret(gl.bfloat16, [C.O_TILES, 64, C.O_COLS], C.O_TILE)
@@ -209,15 +302,16 @@ def _prefill_sm90_bf16_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [C.QSTAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [C.QSTAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
-    mbarrier.init(q_full.index(0), count=1)
-    mbarrier.init(q_empty.index(0), count=2)
+    for i in gl.static_range(QSTAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
     fence_async_shared()
     pdl_launch(C.PDL)
     if requests > 0:
@@ -226,12 +320,12 @@ def _prefill_sm90_bf16_kernel(
         barrier()
     gl.warp_specialize(
         [
-            (_consumer, (0, o_desc, o_ptr, qview, kview, vview, oview, obuf, q_full, q_empty, k_full, k_empty, v_full,
-                         v_empty, table_ptr, sinks_ptr, lse_ptr, num_ctas, window, softmax_scale, cap, stride_o_tok,
-                         stride_o_head, C)),
-            (_consumer, (1, o_desc, o_ptr, qview, kview, vview, oview, obuf, q_full, q_empty, k_full, k_empty, v_full,
-                         v_empty, table_ptr, sinks_ptr, lse_ptr, num_ctas, window, softmax_scale, cap, stride_o_tok,
-                         stride_o_head, C)),
+            (_consumer_ahead if C.OVERLAP else _consumer,
+             (0, o_desc, o_ptr, qview, kview, vview, oview, obuf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+              table_ptr, sinks_ptr, lse_ptr, num_ctas, window, softmax_scale, cap, stride_o_tok, stride_o_head, C)),
+            (_consumer_ahead if C.OVERLAP else _consumer,
+             (1, o_desc, o_ptr, qview, kview, vview, oview, obuf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+              table_ptr, sinks_ptr, lse_ptr, num_ctas, window, softmax_scale, cap, stride_o_tok, stride_o_head, C)),
             (producer, (q_desc, k_desc, v_desc, qbuf, kbuf, vbuf, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         table_ptr, ids_ptr, stride_ids, num_ctas, num_pages, window, C)),
         ],

@@ -27,6 +27,7 @@ class Config(KernelFacts):
     LSE: bool
     PDL: bool
     BN: int = 128  # keys of a block; 64 with a head dim of 256
+    OVERLAP: bool = False  # of a tile's end and the next one's first scores in BF16; FP8 has it always
 
     @property
     def NH(self) -> int:
@@ -44,8 +45,8 @@ class Config(KernelFacts):
 
     @property
     def QSTAGES(self) -> int:
-        """Tiles of Q in shared memory: FP8 starts the next tile's first scores before it stores this one."""
-        return 2 if self.FP8 else 1
+        """Tiles of Q in shared memory: two where the next tile's first scores start before this one is stored."""
+        return 2 if self.FP8 or self.OVERLAP else 1
 
     @property
     def BYTES(self) -> int:

@@ -52,9 +52,9 @@ class Call:
         self._most = plan.heaviest(window, self.tile_tokens, chosen.block_n)
         self._schedule = self._schedule_kernel()
         if chosen.backend == "sm90":
-            self._attend = self._attend_short = self._sm90(chosen.pack)
-            if chosen.short_pack not in (0, chosen.pack):
-                self._attend_short = self._sm90(chosen.short_pack)
+            self._attend = self._attend_short = self._sm90(chosen.pack, chosen.overlap)
+            if chosen.short_kernel:
+                self._attend_short = self._sm90(chosen.short_pack, False)
         else:
             self._attend = self._portable()
         self._combine = self._combine_kernel() if chosen.splits > 1 else None
@@ -220,14 +220,14 @@ class Call:
 
         return join
 
-    def _sm90(self, pack: int) -> Any:
+    def _sm90(self, pack: int, overlap: bool) -> Any:
         from hpc.attention.prefill import hopper
 
         key, chosen, layout = self.key, self.plan, self.layout
         config = hopper.Config(
             D=key.head_dim, P=key.page_size, PACK=pack, HQ=key.q_heads, HKV=key.kv_heads, STAGES=chosen.stages,
             FP8=key.fp8, CAUSAL=key.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=key.sinks, LSE=key.return_lse,
-            PDL=self.pdl, BN=chosen.block_n,
+            PDL=self.pdl, BN=chosen.block_n, OVERLAP=overlap,
         )  # fmt: skip
         fn: Any = hopper._prefill_sm90_bf16_kernel
         if key.fp8:

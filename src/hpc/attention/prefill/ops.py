@@ -46,6 +46,7 @@ def pack_plan(plan: Plan | None) -> list[int] | None:
         plan.stages,
         plan.short_pack,
         plan.splits,
+        int(plan.overlap),
     ]
 
 
@@ -54,7 +55,8 @@ def unpack_plan(words: list[int] | None) -> Plan | None:
     if words is None:
         return None
     backend: Any = _BACKENDS[words[0]]
-    return Plan(backend, *words[1:])
+    pack, block_m, block_n, warps, stages, short_pack, splits, overlap = words[1:]
+    return Plan(backend, pack, block_m, block_n, warps, stages, short_pack, splits, bool(overlap))
 
 
 def _public(name: str) -> Callable[..., Any]:

@@ -67,6 +67,8 @@ class Plan:
     # Parts that the keys of each tile are cut into; their results are joined by one more launch. 0: whole, or by
     # `split` where `parts` says so, call by call.
     splits: int = 1
+    # BF16 on SM90: finish a tile while the first scores of the next one are under way.
+    overlap: bool = False
 
     @property
     def tile_tokens(self) -> int:
@@ -76,6 +78,11 @@ class Plan:
     def short_tokens(self) -> int:
         """Tokens of a tile of a short call."""
         return self.block_m // self.short_pack
+
+    @property
+    def short_kernel(self) -> bool:
+        """Whether short calls have a kernel of their own. Overlap is of no use to them: a CTA has no next tile."""
+        return self.short_pack > 0 and (self.overlap or self.short_pack != self.pack)
 
 
 def pack_of(group: int, most: int) -> int:
@@ -96,9 +103,11 @@ def is_legal(plan: Plan, key: Key) -> str | None:
     if plan.splits < 0 or plan.splits > 64:
         return f"{plan.splits} splits: 0 to 64"
     if plan.backend == "portable":
-        return None
+        return "the portable kernel has no overlap" if plan.overlap else None
     if plan.splits > 1:
         return "the SM90 kernel has no splits"
+    if plan.overlap and (key.fp8 or key.head_dim > 128):
+        return "overlap: BF16 with head dims 64 and 128; two tiles of Q must fit into shared memory"
     if not key.sm90:
         return "backend sm90 on another GPU"
     if key.page_size not in TMA_PAGE_SIZES:

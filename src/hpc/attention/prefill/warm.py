@@ -86,5 +86,5 @@ def compile_shape(params: PrefillCase, target: str) -> None:
     out = torch.empty((*x.q.shape[:2], params.value_dim), dtype=torch.bfloat16)
     tensors = (x.q, x.k, x.v, out, None, table, x.block_ids, *scales, x.sinks)
     with compiling_for(target):
-        for short in (False, True)[: 1 + (call.plan.short_pack not in (0, call.plan.pack))]:
+        for short in (False, True)[: 1 + call.plan.short_kernel]:
             call.launch(0, tensors, x.cu_seqlens, x.seq_lens, 1, call.default_scale, 1.0, short)

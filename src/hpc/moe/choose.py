@@ -1,0 +1,94 @@
+"""The plan of a call: the one that `hpc tune` measured on this GPU for its sizes, else the analytic choice."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from hpc.common import plan_table
+from hpc.moe.plan import Key, Plan, analytic, is_legal, portable_reason
+
+CONFIGS = Path(__file__).parent / "configs"  # tables that `hpc tune` wrote
+
+_hints = cache(get_type_hints)
+
+AXES = ("num_experts", "experts_total", "hidden", "inter", "top_k", "block_scales")
+
+
+def choose(key: Key) -> Plan:
+    """The measured plan of a known call, else the analytic choice."""
+    return _measured(key) or analytic(key)
+
+
+def point(key: Key) -> tuple[dict[str, int | bool | str], int]:
+    """By what the table is looked up: shapes and the kind of scales.
+
+    Gates, rounding of their product and BF16 x are no axes: the first two are a few instructions at the end of an item,
+    and x is quantised by a launch of its own, so the products run as they do without.
+    """
+    return {name: getattr(key, name) for name in AXES}, key.num_tokens
+
+
+def _measured(key: Key) -> Plan | None:
+    """The table's plan where its measurement says something about this call."""
+    if not key.gpu or portable_reason(key) is not None or key.shared_experts:
+        return None  # never searched, and what they add to the products could turn the order of plans
+    table = plan_table.load(CONFIGS, key.gpu, key.sms)
+    entry = table.find(*point(key)) if table is not None else None
+    if entry is None or entry.plan is None:
+        return None
+    # It beat the analytic plan of its own size. Where fewer tokens, or y of every pair, have another, nothing is known.
+    there = replace(key, num_tokens=entry.size, combined=True)
+    if analytic(there) != analytic(key):
+        return None
+    try:
+        plan = from_fields(entry.plan)
+        why = is_legal(plan, there)
+    except ValueError as error:
+        why = str(error)
+    if why is not None:
+        path = plan_table.path_of(CONFIGS, key.gpu)
+        warnings.warn(
+            f"hpc: {path}: the plan for {dict(entry.axes)} and up to {entry.size} tokens cannot be used ({why}); the "
+            "analytic one is. `hpc tune moe.fused` measures anew.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return plan if is_legal(plan, key) is None else None
+
+
+def from_fields(values: Mapping[str, Any]) -> Plan:
+    """The inverse of `dataclasses.asdict` for a plan. Raises ValueError, naming the field, for anything else."""
+    plan: Plan = _record(Plan, values, "plan")
+    return plan
+
+
+def _record(kind: Any, values: Any, where: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} is {values!r}, not a {kind.__name__}")
+    hints = _hints(kind)
+    unknown = [name for name in values if name not in hints]
+    if unknown:
+        raise ValueError(f"{where} has no field {', '.join(map(repr, unknown))}")
+    missing = [each.name for each in fields(kind) if each.default is MISSING and each.name not in values]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}")
+    return kind(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """A field of its declared type, which is int, bool, str, or a record or None. True is no int here."""
+    kinds = get_args(hint) or (hint,)
+    if value is None and NoneType in kinds:
+        return None
+    if is_dataclass(kinds[0]):
+        return _record(kinds[0], value, where)
+    if type(value) is not kinds[0]:
+        raise ValueError(f"{where} is {value!r}, not a {kinds[0].__name__}")
+    return value
