@@ -130,7 +130,7 @@ FUNCTIONS = sorted([*CONTRACT, "get_attention_decode_scratch_size"])
 
 def run_python(code: str, environ: dict[str, str]) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -110,4 +110,4 @@ def test_host_clock_times_plain_calls() -> None:
     clock = timer.make_clock("cpu")
     result = time_interleaved({"mm": [lambda: x @ x]}, clock, budget_ms=5)
     assert 0 < result["mm"].p20_us <= result["mm"].median_us <= result["mm"].p80_us < 1e5
-    assert timer.host_time_us(lambda: None, "cpu", calls=50, rounds=3) < 100
+    assert timer.host_time_us(lambda: None, "cpu", calls=50, rounds=3) < 1e4

@@ -6,13 +6,11 @@ Run in a process of its own, without TRITON_INTERPRET: `python compile_decode.py
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -74,11 +72,7 @@ INSTRUCTIONS = {
 
 
 def main(names: list[str]) -> None:
-    # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with ProcessPoolExecutor(workers.COUNT, workers.context()) as pool:
-        for job in as_completed([pool.submit(compile_case, name) for name in names]):
-            for report in job.result():
-                print(json.dumps(report), flush=True)
+    workers.print_each(compile_case, names)
 
 
 def compile_case(name: str) -> list[dict[str, Any]]:

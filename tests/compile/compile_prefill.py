@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,11 +98,7 @@ INSTRUCTIONS = {
 
 
 def main(names: list[str]) -> None:
-    # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with ProcessPoolExecutor(workers.COUNT, workers.context()) as pool:
-        for job in as_completed([pool.submit(compile_case, name) for name in names]):
-            for report in job.result():
-                print(json.dumps(report), flush=True)
+    workers.print_each(compile_case, names)
 
 
 def compile_case(name: str) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ zero.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -56,10 +55,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 def main(names: list[str]) -> None:
-    # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with workers.context().Pool(workers.COUNT, maxtasksperchild=1) as pool:
-        for result in pool.imap_unordered(run_case, names, chunksize=1):
-            print(json.dumps(result), flush=True)
+    workers.print_each(run_case, names)
 
 
 def run_case(name: str) -> dict[str, Any]:

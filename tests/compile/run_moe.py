@@ -5,7 +5,6 @@ Run in a process of its own, without TRITON_INTERPRET: `python run_moe.py [name 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -55,10 +54,7 @@ PORTABLE: dict[str, dict[str, Any]] = {
 
 
 def main(names: list[str]) -> None:
-    # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with workers.context().Pool(workers.COUNT, maxtasksperchild=1) as pool:
-        for result in pool.imap_unordered(run_case, names, chunksize=1):
-            print(json.dumps(result), flush=True)
+    workers.print_each(run_case, names)
 
 
 class Memory:

@@ -6,7 +6,6 @@ and store of global memory has to lie in a tensor of the call.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -47,10 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 
 
 def main(names: list[str]) -> None:
-    # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with workers.context().Pool(workers.COUNT, maxtasksperchild=1) as pool:
-        for result in pool.imap_unordered(run_case, names, chunksize=1):
-            print(json.dumps(result), flush=True)
+    workers.print_each(run_case, names)
 
 
 def run_case(name: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Run in a process of its own, without TRITON_INTERPRET: `python run_router.py [na
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -45,10 +44,7 @@ CTAS = 3  # of the tile kernel
 
 
 def main(names: list[str]) -> None:
-    # a fresh interpreter each: a kernel keeps what it was first compiled for
-    with workers.context().Pool(workers.COUNT, maxtasksperchild=1) as pool:
-        for result in pool.imap_unordered(run_case, names, chunksize=1):
-            print(json.dumps(result), flush=True)
+    workers.print_each(run_case, names)
 
 
 class Memory:
