@@ -48,7 +48,7 @@ def compare(
     many_rows: bool | None = None,
 ) -> None:
     expected, expected_lse = cases.reference(inputs)
-    assert_close(out, expected, cases.tolerance(inputs.params), what)
+    assert_close(out, expected, cases.tolerance(inputs.params, many_rows), what)
     empty = expected_lse == -torch.inf
     assert (out[empty] == 0).all(), "a row without a key is zero"
     if lse is not None:

@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def built(dtype: str, head_dim: int, backend: str) -> bool:
-    """Whether there is such a kernel: BF16 has no room for three stages, FP8 overlaps always, a head dim of 256 never."""
+    """BF16 lacks room for three stages, FP8 overlaps anyway, a head dim of 256 never."""
     if dtype == "fp8":
         return "overlap" not in backend
     return backend != "sm90 three stages" and not ("overlap" in backend and head_dim > 128)
