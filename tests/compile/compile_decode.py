@@ -23,7 +23,7 @@ HEADS_AND_SHAPES: dict[str, dict[str, Any]] = {
     "8/1 d128": {},
     "64/8 d128": {"q_heads": 64, "kv_heads": 8},
     "16/1 d128": {"q_heads": 16},
-    "8/1 d128 4 new tokens": {"num_new_tokens": 4},
+    "8/1 d128 4 new tokens": {"num_new_tokens": 4, "kernel": "tokens"},
     "8/1 d64": {"head_dim": 64, "v_dim": 64},
     "8/1 d256": {"head_dim": 256, "v_dim": 256},
     "8/1 d128 page 16": {"page_size": 16},
@@ -38,12 +38,34 @@ CASES: dict[str, dict[str, Any]] = {
     for name, fields in {**HEADS_AND_SHAPES, PORTABLE: {"tma": False}}.items()
 }
 # 48 rows, which no row block divides: speculative decoding of a model with 12 query heads a KV head
-CASES["fp8 12/1 d128 4 new tokens"] = {"q_heads": 12, "num_new_tokens": 4, "quant_type": 1}
+CASES["fp8 12/1 d128 4 new tokens"] = {
+    "q_heads": 12, "num_new_tokens": 4, "quant_type": 1, "kernel": "tokens",
+}  # fmt: skip
+# More than 16 rows a KV head, by the kernel that is chosen for them
+ROWS: dict[str, dict[str, Any]] = {
+    "32": {},
+    "48": {"q_heads": 12},
+    "64, page 16": {"q_heads": 16, "page_size": 16},
+    "128": {"q_heads": 16, "num_new_tokens": 8},
+    "32 d64": {"head_dim": 64, "v_dim": 64},
+    "32, 8 heads": {"q_heads": 64, "kv_heads": 8},
+    "32 static": {"dynamic": False},
+    "64 window cap sinks lse": {**HEADS_AND_SHAPES["8/1 d128 window cap sinks lse"], "q_heads": 16},
+}
+CASES |= {
+    f"{dtype} rows {name}": {"num_new_tokens": 4, **fields, "quant_type": quant_type}
+    for dtype, quant_type in (("fp8", 1), ("bf16", -1))
+    for name, fields in ROWS.items()
+}
 INSTRUCTIONS = {
     "tma": r"cp\.async\.bulk\.tensor",
     "ldmatrix": r"ldmatrix(?!\S*\.trans)",
     "ldmatrix.trans": r"ldmatrix\S*\.trans",
     "mma f16": r"mma\.sync\.aligned\.m16n8k16\S*\.f32\.f16\.f16\.f32",
+    "wgmma e4m3": r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3",
+    "wgmma f16": r"wgmma\.mma_async\S*\.f32\.f16\.f16",
+    "wgmma bf16": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16",
+    "setmaxnreg": r"setmaxnreg",
     "mma bf16": r"mma\.sync\.aligned\.m16n8k16\S*\.f32\.bf16\.bf16\.f32",
     "griddepcontrol.wait": r"griddepcontrol\.wait",
 }
@@ -87,7 +109,9 @@ def launch_call(fields: dict[str, Any]) -> None:
         "sms": SMS, "batch": 64, "q_heads": 8, "kv_heads": 1, "head_dim": 128, "v_dim": 128, "page_size": 64,
         "max_pages": 64, "num_new_tokens": 1, "quant_type": 1,
     }  # fmt: skip
-    key = choose.Key(sm90=True, **{**usual, **fields})
+    fields = {**usual, **fields}
+    tokens = fields.pop("kernel", "") == "tokens"
+    key = choose.Key(sm90=True, **fields)
     dtype = torch.float8_e4m3fn if key.fp8 else torch.bfloat16
     q = torch.empty((key.batch * key.num_new_tokens, key.q_heads, key.head_dim), dtype=dtype)
     k = torch.empty((2, key.page_size, key.kv_heads, key.head_dim), dtype=dtype)
@@ -99,7 +123,8 @@ def launch_call(fields: dict[str, Any]) -> None:
         q.stride()[:2], k.stride()[:3], v.stride()[:3], out.stride()[:2], key.max_pages, (key.q_heads, 1), (0, 0, 0),
         1, k.shape[0],
     )  # fmt: skip
-    call = launch.Call(key, choose.choose(key), 0, layout, 1024 if key.window else None)
+    chosen = choose.tokens_plan(key) if tokens else choose.choose(key)
+    call = launch.Call(key, chosen, 0, layout, 1024 if key.window else None)
     scratch = torch.empty(max(call.words, 1))
     task_map = torch.zeros(4 * plan.workspace_words(SMS, key.kv_heads), dtype=torch.int8)
     scales = (torch.ones(q.shape[:2]), torch.ones(1), torch.ones(1)) if key.fp8 else (scratch,) * 3
@@ -147,6 +172,7 @@ def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
     text = ptx.read_text()
     return {
         "regs": max(map(int, re.findall(r"Used (\d+) registers", log))),
+        "warnings": sorted(set(re.findall(r"C75\d\d", log))),  # wgmma serialised
         "spill": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log))),
         "shared": metadata["shared"],
         "instructions": {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
@@ -154,11 +180,17 @@ def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def freed_after(ptx: str) -> str | None:
-    """The instruction, of those that load or use a stage, in front of the one that frees it."""
-    before, arrive, _ = ptx.partition("mbarrier.arrive.shared::cta.b64 _,")
-    used = re.findall(r"ldmatrix|mma\.sync", before)
-    return used[-1] if arrive and used else None
+def freed_after(ptx: str) -> list[str]:
+    """The instructions, of those that load, use or convert a stage, in front of those that free one."""
+    *pieces, _ = ptx.split("mbarrier.arrive.shared::cta.b64 _,")
+    before, found = "", set()
+    for piece in pieces:
+        before += piece
+        used = re.findall(
+            r"ldmatrix|mma\.sync|wgmma\.mma_async|wgmma\.wait_group|(?:ld|st)\.shared\S*\.v4", before
+        )
+        found.add(used[-1].replace("::cta", "") if used else "nothing")
+    return sorted(found)
 
 
 if __name__ == "__main__":

@@ -110,8 +110,9 @@ class DecodeBlock(Block):
         d *= width // self.elements_per_box
         box = np.zeros((tokens, width), np.uint8)
         if 0 <= page < cache.shape[0] and 0 <= head < cache.shape[2]:
-            inside = cache[page, token : token + tokens, head, d : d + width]
-            box[: inside.shape[0], : inside.shape[1]] = inside
+            before = max(-token, 0)  # rows ahead of the page
+            inside = cache[page, token + before : max(token + tokens, 0), head, d : d + width]
+            box[before : before + inside.shape[0], : inside.shape[1]] = inside
         first = int(self.address(warp, target)[0])
         places = first + width * np.arange(tokens)[:, None] + np.arange(width)[None, :]
         self.shared[places ^ (((places >> 7) & (width // 16 - 1)) << 4)] = box

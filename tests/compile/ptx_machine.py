@@ -312,7 +312,7 @@ class Block:
                 given[2] = s64(self.value(warp, operands[2]))
             result = ARITHMETIC[name](*given)
             if "hi" in kinds:
-                result = result >> 32
+                result = result >> int(kind[1:])
         self.put(warp, target, to_bits(result, f"{kind[0]}64" if wide else kind), mask)
 
     def _div(self, warp: Warp, instruction: Instruction, mask: Any) -> None:

@@ -17,18 +17,39 @@ from unittest import mock
 import workers
 
 MIXED = [700, 0, 64, 1, 129, 513]
+FEW = [300, 0, 1, 65, 130]
 
 # Name -> (multiprocessors, fields of the inputs, fields of the plan). Bins are few, so that requests are cut.
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fp8": (8, {"lens": MIXED}, {}),
     "bf16": (8, {"lens": MIXED, "dtype": "bf16"}, {}),
     "bf16 two heads, group 3, page 16": (8, {"lens": [300, 70], "dtype": "bf16", "heads": (6, 2), "page": 16}, {}),
-    "fp8 four new tokens": (4, {"lens": [300, 5], "new": 4}, {}),
+    "fp8 four new tokens": (
+        4, {"lens": [300, 5], "new": 4},
+        {"kernel": "tokens", "block_rows": 32, "warps_tok": 2, "warps_row": 4, "max_registers": 168},
+    ),
     "bf16 window, cap, sinks": (6, {"lens": [700, 90], "dtype": "bf16", "more": True}, {}),
     "fp8 head dim 64": (4, {"lens": [400, 20], "dim": 64}, {}),
     "fp8 head dim 256": (4, {"lens": [300, 20], "dim": 256}, {}),
     "fp8 merge in two levels": (24, {"lens": [3000]}, {}),
     "bf16 static": (4, {"lens": [700, 0, 90], "dtype": "bf16", "dynamic": False}, {}),
+    "rows: fp8": (6, {"lens": MIXED, "new": 4}, {}),
+    "rows: bf16": (6, {"lens": MIXED, "new": 4, "dtype": "bf16"}, {}),
+    "rows: fp8 64 rows, page 16": (4, {"lens": FEW, "new": 4, "heads": (16, 1), "page": 16}, {}),
+    "rows: bf16 48 rows, page 128": (
+        4, {"lens": FEW, "new": 4, "heads": (12, 1), "page": 128, "dtype": "bf16"}, {},
+    ),
+    "rows: fp8 17 rows": (3, {"lens": [200, 17], "new": 1, "heads": (17, 1)}, {}),
+    "rows: fp8 8 heads": (16, {"lens": [250, 130], "new": 3, "heads": (64, 8)}, {}),
+    "rows: bf16 80 rows": (3, {"lens": [200, 7], "new": 5, "heads": (16, 1), "dtype": "bf16"}, {}),
+    "rows: fp8 144 rows": (2, {"lens": [300, 130], "new": 9, "heads": (16, 1)}, {}),
+    "rows: fp8 window, cap, sinks": (6, {"lens": [700, 90, 3], "new": 4, "more": True}, {}),
+    "rows: bf16 window, cap, sinks": (6, {"lens": [700, 90], "new": 4, "dtype": "bf16", "more": True}, {}),
+    "rows: fp8 head dim 64": (4, {"lens": [400, 20], "dim": 64, "new": 4}, {}),
+    "rows: bf16 head dim 64": (4, {"lens": [400, 20], "dim": 64, "new": 4, "dtype": "bf16"}, {}),
+    "rows: fp8 merge in two levels": (24, {"lens": [3000], "new": 3}, {}),
+    "rows: fp8 map of another call": (4, {"lens": [200, 90], "new": 4, "foreign": True}, {}),
+    "rows: fp8 static": (4, {"lens": [700, 0, 90], "new": 4, "dynamic": False}, {}),
     "bf16 map of another call": (4, {"lens": [200, 90], "dtype": "bf16", "foreign": True}, {}),
 }  # fmt: skip
 
@@ -116,8 +137,8 @@ def run(call: Any, tensors: tuple[Any, ...], cap: float | None) -> Any:
     import random
 
     import torch
-    from ptx_decode import DecodeBlock
     from ptx_machine import Program
+    from ptx_rows import RowsBlock
     from run_router import Memory
 
     steps = recorded(call, tensors, cap)
@@ -139,7 +160,7 @@ def run(call: Any, tensors: tuple[Any, ...], cap: float | None) -> Any:
             order = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
             random.Random(turn).shuffle(order)
             for block in order:
-                cta = DecodeBlock(program, parameters, memory.bytes, block, grid, maps)
+                cta = RowsBlock(program, parameters, memory.bytes, block, grid, maps)
                 cta.elements_per_box = min(k.shape[3], 128 // k.element_size())
                 cta.run()
         yield memory.get(at[id(out)], out), memory.get(at[id(lse)], lse)

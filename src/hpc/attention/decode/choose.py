@@ -20,6 +20,7 @@ TMA_PAGE_SIZES = (16, 32, 64, 128, 256)
 SHARED_MEMORY = 227 * 1024  # bytes a CTA of SM90 may use
 IN_FLIGHT = 96 * 1024  # bytes of K and V under way in one SM
 RESERVED = 2304  # of it a compute warp, for exchanges between warps; barriers included
+ROWS_FROM = 17  # query rows a KV head from which the kernel with rows on the M side is taken
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Key:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to run a call. `ctas_per_sm` also picks the schedule variant of the task map."""
+    """One way to run a call. `ctas_per_sm` also picks the schedule variant of the task map. `kernel`, of the backend
+    sm90: "tokens" has tokens on the M side of the products (`hopper`), "rows" 64 query rows (`hopper_rows`)."""
 
     backend: Literal["sm90", "portable"]
     ctas_per_sm: int
@@ -75,6 +77,7 @@ class Plan:
     max_registers: int | None = None
     num_splits: int = 1
     min_chunk: int = 1
+    kernel: Literal["tokens", "rows"] = "tokens"
 
     @property
     def variant(self) -> int:
@@ -97,6 +100,8 @@ def is_legal(plan: Plan, key: Key) -> str | None:
         return "scales per token are read by the portable kernel only"
     if not key.tma:
         return "TMA needs caches whose address and strides are multiples of 16 bytes"
+    if plan.kernel == "rows":
+        return _is_legal_rows(plan, key)
     if plan.block_rows // plan.warps_row % 8 or plan.warps_tok not in (1, 2, 4, 8):
         return "a warp takes multiples of 8 rows and of 16 tokens"
     if plan.warps_tok * plan.warps_row not in (4, 8, 16):
@@ -105,6 +110,30 @@ def is_legal(plan: Plan, key: Key) -> str | None:
     if stage_bytes(key) * max(1, plan.warps_tok // 4) * plan.stages + reserved > SHARED_MEMORY:
         return "the stages do not fit shared memory"
     return None
+
+
+def _is_legal_rows(plan: Plan, key: Key) -> str | None:
+    if max(key.head_dim, key.v_dim) > 128:
+        return "the kernel with rows on the M side takes head dims 64 and 128"
+    if (plan.ctas_per_sm, plan.block_rows, plan.warps_tok, plan.warps_row) != (1, 64, 1, 4):
+        return "the kernel with rows on the M side has one CTA an SM, with four warps of 16 rows"
+    if plan.stages < 2:
+        return "scores of a step and values of the one before it need two stages"
+    if rows_shared_memory(key, plan.stages) > SHARED_MEMORY:
+        return "the stages do not fit shared memory"
+    return None
+
+
+def rows_consumers(key: Key) -> int:
+    """Warpgroups of 64 query rows in a CTA: they share keys, values and their conversion."""
+    return 1 if key.rows <= 64 else 2
+
+
+def rows_shared_memory(key: Key, stages: int) -> int:
+    """Bytes of a CTA: queries, steps of 128 tokens, two of them with V as f16 for FP8, barriers and exchanges."""
+    queries = 64 * rows_consumers(key) * key.head_dim * (1 if key.fp8 else 2)
+    converted = 2 * 128 * key.v_dim * 2 if key.fp8 else 0
+    return queries + stages * 2 * stage_bytes(key) + converted + 2048
 
 
 def stage_bytes(key: Key) -> int:
@@ -144,11 +173,12 @@ def _measured(key: Key) -> Plan | None:
 
 def analytic(key: Key) -> Plan:
     """The choice without measurements, each number with its reason."""
-    plan = _sm90_plan(key)
-    return plan if is_legal(plan, key) is None else _portable_plan(key)
+    plans = (rows_plan(key), tokens_plan(key)) if key.rows >= ROWS_FROM else (tokens_plan(key),)
+    return next((plan for plan in plans if is_legal(plan, key) is None), _portable_plan(key))
 
 
-def _sm90_plan(key: Key) -> Plan:
+def tokens_plan(key: Key) -> Plan:
+    """Of `hopper`: each group of 16 rows loads and converts K and V anew."""
     rows = min(32, max(8, 1 << (key.rows - 1).bit_length()))
     # Eight rows a warp: the accumulators take head_dim / 4 registers then. Eight compute warps and one CTA an SM leave
     # the fewest chunks to merge; two CTAs of four warps were slower on 16 of 24 targets tried (fp8 64/8 64x4K:
@@ -166,6 +196,15 @@ def _sm90_plan(key: Key) -> Plan:
     stages = max(2, min(max(3, wanted), room))
     splits, chunk = static_split(key, ctas)
     return Plan("sm90", ctas, rows, warps_tok, warps_row, stages, registers(warps, ctas), splits, chunk)
+
+
+def rows_plan(key: Key) -> Plan:
+    """Of `hopper_rows`: K and V are read once for all rows of a CTA."""
+    stages = max(n for n in range(1, 7) if n <= 2 or rows_shared_memory(key, n) <= SHARED_MEMORY)
+    # The consumers take over what producer and converter leave: see `hopper_rows_config`.
+    launch_registers = 128 if key.fp8 else 152 if rows_consumers(key) == 1 else 168
+    splits, chunk = static_split(key, 1)
+    return Plan("sm90", 1, 64, 1, 4, stages, launch_registers, splits, chunk, "rows")
 
 
 def registers(warps: int, ctas: int) -> int:

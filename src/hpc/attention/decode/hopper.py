@@ -26,6 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from hpc.attention.decode import plan
+from hpc.attention.decode.hopper_common import end_of, first_work, length_of, page_ids, tiles_of
 from hpc.attention.decode.hopper_config import Config
 from hpc.attention.decode.hopper_merge import M_INIT, finish, merge_last, refuse
 from hpc.common.gluon import (
@@ -46,33 +47,6 @@ __all__ = ["Config", "TensorDescriptor"]
 _TILE = gl.constexpr(plan.TILE)
 _ENTRY = gl.constexpr(plan.ENTRY_WORDS)
 _LOG2E = gl.constexpr(1.4426950408889634)
-_LONGEST = gl.constexpr(plan.LONGEST)
-
-
-@gluon.jit
-def _tiles(length, S: gl.constexpr, window, WINDOW: gl.constexpr):
-    """First and past-the-end tile of a request, as `plan.tile_range`."""
-    lo = 0
-    if WINDOW:
-        lo = gl.maximum(length - (S - 1) - window, 0) // _TILE
-    return lo, gl.maximum((length + (_TILE - 1)) // _TILE, lo + 1)
-
-
-@gluon.jit
-def _length(seq_ptr, b, batch, extra):
-    return gl.maximum(gl.minimum(gl.load(seq_ptr + b, mask=b < batch, other=0), _LONGEST) + extra, 0)
-
-
-@gluon.jit
-def _page_ids(block_ptr, stride_block, b, t, end, C: gl.constexpr):
-    """Page ids of the NP boxes of the step at tile t; entries of boxes without tokens below `end` are not read."""
-    row = block_ptr + b.to(gl.int64) * stride_block
-    pages = ()
-    NP: gl.constexpr = C.NP
-    for j in gl.static_range(NP):
-        token = t * _TILE + j * C.PB
-        pages = pages + (gl.load(row + token // C.P, mask=token < end, other=0),)
-    return pages
 
 
 @gluon.jit
@@ -95,55 +69,20 @@ def _fetch(k_desc, v_desc, kbuf, vbuf, bar, stage, pages, h, t, C: gl.constexpr)
 
 
 @gluon.jit
-def _end(length, hi, max_tokens):
-    """Past-the-end token of a chunk that stops at tile `hi`."""
-    return gl.minimum(gl.minimum(length, max_tokens), hi * _TILE)
-
-
-@gluon.jit
-def _first_work(
-    map_ptr, seq_ptr, batch, extra, max_tokens, sig, window, num_splits, min_chunk, g, C: gl.constexpr
-):
-    """(request, tile, last request, its past-the-end tile or 0 for none, length of the first, whole, map is ours)."""
-    if C.STATIC:
-        b = g // num_splits
-        length = gl.minimum(_length(seq_ptr, b, batch, extra), max_tokens)
-        lo, full = _tiles(length, C.S, window, C.WINDOW)
-        chunk = gl.maximum((full - lo + num_splits - 1) // num_splits, min_chunk)
-        t = lo + (g % num_splits) * chunk
-        b_end = b
-        t_end = gl.where(t < full, gl.minimum(t + chunk, full), 0)
-        ours = batch > 0
-    else:
-        entry = map_ptr + g * _ENTRY
-        ours = gl.load(entry) == sig
-        b = gl.load(entry + 1)
-        t = gl.load(entry + 2)
-        b_end = gl.load(entry + 3)
-        t_end = gl.load(entry + 4)
-        length = gl.load(entry + 5)
-        if not ours:
-            b = batch
-            b_end = batch
-            t_end = 0
-    return b, t, b_end, t_end, length, ours
-
-
-@gluon.jit
 def _producer(k_desc, v_desc, kbuf, vbuf, full_bars, empty_bars, block_ptr, seq_ptr, map_ptr, batch, extra, max_tokens,
               sig, window, num_splits, min_chunk, stride_block, C: gl.constexpr):  # fmt: skip
     """One warp that walks the bin's steps and keeps STAGES of them in flight, across requests."""
     pid = gl.program_id(0)
     h = pid % (C.HKV * C.RB) % C.HKV
     g = pid // (C.HKV * C.RB)
-    b, t, b_end, t_end, length, _ = _first_work(
+    b, t, b_end, t_end, length, _ = first_work(
         map_ptr, seq_ptr, batch, extra, max_tokens, sig, window, num_splits, min_chunk, g, C
     )
-    lo, full = _tiles(length, C.S, window, C.WINDOW)
+    lo, full = tiles_of(length, C.S, window, C.WINDOW)
     hi = gl.where(b < b_end, full, t_end)
     alive = (b < b_end) | (t_end > 0)
-    next_length = _length(seq_ptr, b + 1, batch, extra)
-    pages = _page_ids(block_ptr, stride_block, b, t, gl.where(alive, _end(length, hi, max_tokens), 0), C)
+    next_length = length_of(seq_ptr, b + 1, batch, extra)
+    pages = page_ids(block_ptr, stride_block, b, t, gl.where(alive, end_of(length, hi, max_tokens), 0), 0, C)
     stage = 0
     phase = 1
     waited = False
@@ -163,12 +102,14 @@ def _producer(k_desc, v_desc, kbuf, vbuf, full_bars, empty_bars, block_ptr, seq_
         if t >= hi:
             b += 1
             length = next_length
-            lo, full = _tiles(length, C.S, window, C.WINDOW)
+            lo, full = tiles_of(length, C.S, window, C.WINDOW)
             t = lo
             hi = gl.where(b < b_end, full, t_end)
             alive = (b < b_end) | ((b == b_end) & (t_end > 0))
-            next_length = _length(seq_ptr, b + 1, batch, extra)
-        pages = _page_ids(block_ptr, stride_block, b, t, gl.where(alive, _end(length, hi, max_tokens), 0), C)
+            next_length = length_of(seq_ptr, b + 1, batch, extra)
+        pages = page_ids(
+            block_ptr, stride_block, b, t, gl.where(alive, end_of(length, hi, max_tokens), 0), 0, C
+        )
 
 
 @gluon.jit
@@ -275,11 +216,11 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
     g = pid // (C.HKV * C.RB)
     h = hr % C.HKV
     row0 = (hr // C.HKV) * C.R
-    b0, t, b_end, t_end, length, ours = _first_work(
+    b0, t, b_end, t_end, length, ours = first_work(
         map_ptr, seq_ptr, batch, extra, max_tokens, sig, window, num_splits, min_chunk, g, C
     )
     num_segments = b_end - b0 + gl.where(t_end > 0, 1, 0)
-    next_length = _length(seq_ptr, b0 + 1, batch, extra)
+    next_length = length_of(seq_ptr, b0 + 1, batch, extra)
     # Chunks of the request that this bin begins in, and of the one it leaves unfinished.
     if C.STATIC:
         first_g0, first_chunks = g, 0
@@ -310,10 +251,10 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
         # The next request's operands travel while this one is worked on.
         q_raw, q_scale = _load_q(q_ptr, qs_ptr, b + 1, h, row0, stride_q_tok, stride_q_head, stride_qs_tok,
                                  stride_qs_head, i + 1 < num_segments, LB, LR, C)  # fmt: skip
-        lo, full = _tiles(length, C.S, window, C.WINDOW)
+        lo, full = tiles_of(length, C.S, window, C.WINDOW)
         t_hi = gl.where(b < b_end, full, t_end)
         clipped = gl.minimum(length, max_tokens)
-        end = _end(length, t_hi, max_tokens)
+        end = end_of(length, t_hi, max_tokens)
         m = gl.full([C.WT, C.R], M_INIT, gl.float32, LR)
         l = gl.full([C.WT, C.STEP // C.WT, C.R], 0.0, gl.float32, MMA)  # summed over tokens at the end
         acc = ()
@@ -387,8 +328,8 @@ def _consumer(kview, vview, full_bars, empty_bars, q_ptr, seq_ptr, map_ptr, qs_p
                 merge_last(g - g0, g0, n_chunks, b, h, hr, row0, n_bins, o_ptr, lse_ptr, part_ptr, ml_ptr, count_ptr,
                             vs, sinks_ptr, stride_o_tok, stride_o_head, num_q_heads, C)  # fmt: skip
         length = next_length
-        next_length = _length(seq_ptr, b + 2, batch, extra)
-        lo, full = _tiles(length, C.S, window, C.WINDOW)
+        next_length = length_of(seq_ptr, b + 2, batch, extra)
+        lo, full = tiles_of(length, C.S, window, C.WINDOW)
         t = lo
 
 

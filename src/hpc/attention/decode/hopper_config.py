@@ -46,6 +46,11 @@ class Config(KernelFacts):
         return -(-self.ROWS // self.R)
 
     @property
+    def CTAS(self) -> int:
+        """Of a bin and kv head."""
+        return self.RB
+
+    @property
     def WARPS(self) -> int:
         return self.WT * self.WR
 

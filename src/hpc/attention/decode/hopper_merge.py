@@ -1,4 +1,4 @@
-"""What the SM90 decode kernel writes: outputs, partials, and the merge of a split request's partials.
+"""What the SM90 decode kernels write: outputs, partials, and the merge of a split request's partials.
 
     out = sum_c 2^(m_c - m) O_c / sum_c 2^(m_c - m) l_c,   m = max_c m_c
 
@@ -69,6 +69,37 @@ def finish(acc, m, l, b, h, row0, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr,
             gl.store(out + d, o.to(gl.bfloat16), mask=mask)
         else:
             gl.store(part + d, o, mask=mask)
+
+
+@gluon.jit
+def finish_rows(o, m, l, b, h, row0, whole, slot, o_ptr, lse_ptr, part_ptr, ml_ptr, vs, sinks_ptr, stride_o_tok,
+                stride_o_head, num_q_heads, C: gl.constexpr):  # fmt: skip
+    """As `finish`, of one warpgroup that has seen all tokens: `o` [M, DV] in the layout C.MMO, m and l of its rows."""
+    L: gl.constexpr = gl.SliceLayout(1, C.MMA)
+    LO: gl.constexpr = gl.SliceLayout(1, C.MMO)
+    r = gl.arange(0, C.M, LO) + row0
+    d = gl.expand_dims(gl.arange(0, C.DV, gl.SliceLayout(0, C.MMO)), 0)
+    mask = gl.expand_dims(r < C.ROWS, 1) & (d >= 0)
+    rr = gl.arange(0, C.M, L) + row0
+    if whole:
+        head = h * C.G + rr % C.G
+        shrink = gl.full([C.M], 1.0, gl.float32, L)
+        if C.SINKS:
+            sink = gl.load(sinks_ptr + head, mask=rr < C.ROWS, other=float("-inf"))
+            m, l, shrink = add_sink(m, l, sink)
+        if C.LSE:
+            lse = gl.where(l > 0, (m + gl.log2(l)) / _LOG2E, float("-inf"))
+            gl.store(lse_ptr + (b * C.S + rr // C.G) * num_q_heads + head, lse, mask=rr < C.ROWS)
+        factor = gl.convert_layout(shrink * gl.where(l > 0, vs / l, 0.0), LO)
+        out = o_ptr + (b * C.S).to(gl.int64) * stride_o_tok
+        at = (r // C.G) * stride_o_tok + (h * C.G + r % C.G) * stride_o_head
+        value = (o * gl.expand_dims(factor, 1)).to(gl.bfloat16)
+        gl.store(out + gl.expand_dims(at, 1) + d, value, mask=mask)
+    else:
+        base = (slot.to(gl.int64) * C.HKV + h) * C.ROWS
+        gl.store(ml_ptr + (base + rr) * 2, m, mask=rr < C.ROWS)
+        gl.store(ml_ptr + (base + rr) * 2 + 1, l, mask=rr < C.ROWS)
+        gl.store(part_ptr + gl.expand_dims((base + r) * C.DV, 1) + d, o, mask=mask)
 
 
 @gluon.jit

@@ -131,21 +131,35 @@ class Call:
         if self._merge is not None:
             self._merge(stream, tensors)
 
+    def _sm90_kernel(self) -> tuple[Any, Any, tuple[Any, ...]]:
+        """(Triton function, compile-time facts, arguments that only this kernel takes) of the plan."""
+        from hpc.attention.decode import hopper, hopper_rows
+
+        key, chosen = self.key, self.plan
+        shared = dict(
+            D=key.head_dim, DV=key.v_dim, P=key.page_size, G=key.group, S=key.num_new_tokens, HKV=key.kv_heads,
+            STAGES=chosen.stages, FP8=key.fp8, STATIC=not key.dynamic, WINDOW=key.window, CAP=key.logit_cap,
+            SINKS=key.sinks, LSE=key.return_lse, PDL=self.pdl, FUSED=key.dynamic,
+        )  # fmt: skip
+        if chosen.kernel == "rows":
+            pages = (self.layout.num_pages,)
+            return hopper_rows._decode_rows_sm90_kernel, hopper_rows.Config(**shared), pages
+        tokens = hopper.Config(R=chosen.block_rows, WT=chosen.warps_tok, WR=chosen.warps_row, **shared)
+        return hopper._decode_sm90_kernel, tokens, ()
+
     def _sm90(self) -> Any:
-        from hpc.attention.decode import hopper
+        from hpc.common.gluon import TensorDescriptor
 
         key, chosen, layout = self.key, self.plan, self.layout
-        config = hopper.Config(
-            D=key.head_dim, DV=key.v_dim, P=key.page_size, G=key.group, S=key.num_new_tokens, HKV=key.kv_heads,
-            R=chosen.block_rows, WT=chosen.warps_tok, WR=chosen.warps_row, STAGES=chosen.stages, FP8=key.fp8,
-            STATIC=not key.dynamic, WINDOW=key.window, CAP=key.logit_cap, SINKS=key.sinks, LSE=key.return_lse,
-            PDL=self.pdl, FUSED=key.dynamic,
-        )  # fmt: skip
+        function, config, more = self._sm90_kernel()
         kernel = Kernel(
-            hopper._decode_sm90_kernel, "attention_decode", num_warps=config.WARPS, maxnreg=chosen.max_registers,
+            function,
+            "attention_decode",
+            num_warps=config.WARPS,
+            maxnreg=chosen.max_registers,
             launch_pdl=self.pdl,
-        )  # fmt: skip
-        grid = (self.bins * key.kv_heads * config.RB, 1, 1)
+        )
+        grid = (self.bins * key.kv_heads * config.CTAS, 1, 1)
         word = 2 if key.fp8 else 1
         k_shape = [layout.num_pages, key.page_size, key.kv_heads, key.head_dim]
         v_shape = [layout.num_pages, key.page_size, key.kv_heads, key.v_dim]
@@ -156,7 +170,7 @@ class Call:
         )  # fmt: skip
         after = (
             chosen.num_splits, chosen.min_chunk, key.q_heads, layout.block, layout.q[0] // word, layout.q[1] // word,
-            *layout.qscale, *layout.out, config,
+            *layout.qscale, *layout.out, *more, config,
         )  # fmt: skip
 
         k_box, v_box = [1, config.PB, 1, config.DBK], [1, config.PB, 1, config.DBV]
@@ -169,8 +183,8 @@ class Call:
                 v_desc = kernel.descriptor(1, v.data_ptr(), v, v_shape, v_strides)
                 pointers = (q.data_ptr(), *k_desc, *v_desc, *addresses(rest))
             else:
-                k_desc = hopper.TensorDescriptor(k, k_shape, k_strides, k_box, k_smem)
-                v_desc = hopper.TensorDescriptor(v, v_shape, v_strides, v_box, v_smem)
+                k_desc = TensorDescriptor(k, k_shape, k_strides, k_box, k_smem)
+                v_desc = TensorDescriptor(v, v_shape, v_strides, v_box, v_smem)
                 pointers = (q, k_desc, v_desc, *stand_ins(rest))
             kernel(grid, stream, (*pointers, *before, scale, cap, *after))
 

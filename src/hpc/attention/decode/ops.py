@@ -28,6 +28,7 @@ _ARGUMENTS = {
 
 _LIBRARY = torch.library.Library("hpc", "FRAGMENT")
 _BACKENDS = ("sm90", "portable")
+_KERNELS = ("tokens", "rows")
 
 
 def pack_plan(plan: Plan | None) -> list[int] | None:
@@ -36,7 +37,7 @@ def pack_plan(plan: Plan | None) -> list[int] | None:
         return None
     return [
         _BACKENDS.index(plan.backend), plan.ctas_per_sm, plan.block_rows, plan.warps_tok, plan.warps_row, plan.stages,
-        plan.max_registers or 0, plan.num_splits, plan.min_chunk,
+        plan.max_registers or 0, plan.num_splits, plan.min_chunk, _KERNELS.index(plan.kernel),
     ]  # fmt: skip
 
 
@@ -45,8 +46,9 @@ def unpack_plan(words: list[int] | None) -> Plan | None:
     if words is None:
         return None
     backend: Any = _BACKENDS[words[0]]
-    ctas, rows, warps_tok, warps_row, stages, registers, splits, chunk = words[1:]
-    return Plan(backend, ctas, rows, warps_tok, warps_row, stages, registers or None, splits, chunk)
+    kernel: Any = _KERNELS[words[9]]
+    ctas, rows, warps_tok, warps_row, stages, registers, splits, chunk = words[1:9]
+    return Plan(backend, ctas, rows, warps_tok, warps_row, stages, registers or None, splits, chunk, kernel)
 
 
 def _public(name: str) -> Callable[..., Any]:

@@ -59,11 +59,14 @@ class DecodeTuning:
                 for rows in (16, 32, 64):
                     yield replace(base, block_rows=rows, num_splits=count)
                 continue
+            for stages in STAGES:
+                yield replace(choose.rows_plan(key), stages=stages, num_splits=count)
+            tokens = choose.tokens_plan(key)
             for warps_tok, warps_row, ctas in SHAPES:
                 registers = choose.registers(warps_tok * warps_row, ctas)
                 for stages in STAGES:
                     yield replace(
-                        base, ctas_per_sm=ctas, warps_tok=warps_tok, warps_row=warps_row, stages=stages,
+                        tokens, ctas_per_sm=ctas, warps_tok=warps_tok, warps_row=warps_row, stages=stages,
                         max_registers=registers, num_splits=count,
                     )  # fmt: skip
 
