@@ -152,7 +152,9 @@ def test_hpc_ops_fp8_through_the_prologue(mode: str, backend_module: Any, device
     out = backend.forward(q.view(-1, 8 * HEAD_DIM), None, None, layer, batch, save_kv_cache=False)
     real = q.float() * by_token[..., None]
     assert out.dtype == torch.bfloat16
-    assert rms(out, attend_pool(pool, real, fresh, 0.02, 0.03).flatten(1)) < 6e-3
+    # the prefill kernel of SM90 rounds probabilities to e4m3; everything else keeps 16 bits
+    rounded = mode == "EXTEND" and device.type == "cuda"
+    assert rms(out, attend_pool(pool, real, fresh, 0.02, 0.03).flatten(1)) < (3.2e-2 if rounded else 6e-3)
 
 
 # --- hpc_ops MoE and router ---------------------------------------------------------------------------
