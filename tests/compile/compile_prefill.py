@@ -35,6 +35,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CASES |= {
     "bf16 64/8 d128 full": {"causal": False, "quant_type": -1},
+    "bf16 64/8 d128 no overlap": {"quant_type": -1, "plan": {"overlap": False}},
+    "bf16 5/1 d128 page 16 no overlap": {
+        "q_heads": 5,
+        "kv_heads": 1,
+        "page_size": 16,
+        "quant_type": -1,
+        "plan": {"overlap": False},
+    },
+    "bf16 64/8 d128 window cap sinks lse no overlap": {
+        **FEATURES,
+        "quant_type": -1,
+        "plan": {"overlap": False},
+    },
     "bf16 64/8 d128 short": {"quant_type": -1, "short": True},
     "fp8 8/1 d128 page 16 window": {
         "q_heads": 8,
@@ -58,17 +71,6 @@ CASES |= {
     "bf16 64/8 d192/128 portable": {"head_dim": 192, "v_dim": 128, "quant_type": -1},
     "bf16 64/8 d128 ragged": {"page_size": 0, "quant_type": -1},
     "fp8 64/8 d128 per token": {"quant_type": 0},
-    "bf16 64/8 d128 overlap": {"quant_type": -1, "plan": {"overlap": True}},
-    "bf16 5/1 d128 page 16 overlap": {
-        "q_heads": 5,
-        "kv_heads": 1,
-        "page_size": 16,
-        "quant_type": -1,
-        "plan": {"overlap": True},
-    },
-    "bf16 64/8 d128 window cap sinks lse overlap": {**FEATURES, "quant_type": -1, "plan": {"overlap": True}},
-    "bf16 64/8 d128 full overlap": {"causal": False, "quant_type": -1, "plan": {"overlap": True}},
-    "bf16 64/8 d64 overlap": {"head_dim": 64, "v_dim": 64, "quant_type": -1, "plan": {"overlap": True}},
     "bf16 8/1 d128 split": {
         "q_heads": 8,
         "kv_heads": 1,

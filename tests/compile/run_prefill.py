@@ -22,25 +22,23 @@ CTAS = 3  # fewer than tiles: a CTA takes several
 # Name -> (fields of the inputs, fields of the plan, whether each CTA places its own tile).
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "fp8": ({"lens": ((20, 150), (3, 40)), "heads": (4, 1)}, {}, False),
-    "bf16": ({"lens": ((70, 200), (3, 40)), "heads": (2, 1), "dtype": "bf16"}, {}, False),
+    "bf16": ({"lens": ((70, 200), (128, 128), (130, 140)), "heads": (2, 1), "dtype": "bf16"}, {}, False),
+    "bf16 no overlap": ({"lens": ((70, 200), (3, 40)), "heads": (2, 1), "dtype": "bf16"}, {"overlap": False}, False),
     "fp8 window, page 16": ({"lens": ((40, 300), (9, 9)), "heads": (4, 1), "window": 100, "page_size": 16}, {}, False),
     "fp8 window, cap, sinks, page 32": (
         {"lens": ((40, 300), (9, 9)), "heads": (4, 2), "window": 150, "page_size": 32, "logit_cap": 5.0, "sinks": True},
         {}, False),
-    "bf16 window, page 16": (
-        {"lens": ((40, 300), (9, 9)), "heads": (4, 1), "dtype": "bf16", "window": 100, "page_size": 16}, {}, False),
+    "bf16 no overlap, window, page 16": (
+        {"lens": ((40, 300), (9, 9)), "heads": (4, 1), "dtype": "bf16", "window": 100, "page_size": 16},
+        {"overlap": False}, False),
     "fp8 short": ({"lens": ((9, 140), (0, 5)), "heads": (4, 1), "extra_rows": 3}, {}, True),
     "fp8 three stages": ({"lens": ((20, 300), (9, 9)), "heads": (4, 1)}, {"stages": 3}, False),
-    "bf16 overlap": (
-        {"lens": ((70, 200), (128, 128), (130, 140)), "heads": (2, 1), "dtype": "bf16"}, {"overlap": True}, False),
-    "bf16 overlap, window, cap, sinks, page 16": (
+    "bf16 window, cap, sinks, page 16": (
         {"lens": ((40, 300), (9, 9)), "heads": (4, 1), "dtype": "bf16", "window": 100, "page_size": 16,
          "logit_cap": 5.0, "sinks": True},
-        {"overlap": True, "pack": 4}, False),
-    "bf16 overlap, d64": (
-        {"lens": ((70, 400), (3, 40)), "heads": (2, 1), "dtype": "bf16", "head_dim": 64}, {"overlap": True}, False),
-    "bf16 overlap, one block a tile": (
-        {"lens": ((9, 9), (5, 70)), "heads": (4, 1), "dtype": "bf16"}, {"overlap": True}, False),
+        {"pack": 4}, False),
+    "bf16 d64": ({"lens": ((70, 400), (3, 40)), "heads": (2, 1), "dtype": "bf16", "head_dim": 64}, {}, False),
+    "bf16 one block a tile": ({"lens": ((9, 9), (5, 70)), "heads": (4, 1), "dtype": "bf16"}, {}, False),
     "bf16 short": ({"lens": ((20, 150), (0, 5), (3, 0)), "heads": (4, 1), "dtype": "bf16", "extra_rows": 3}, {}, True),
 }  # fmt: skip
 

@@ -19,17 +19,17 @@ pytestmark = pytest.mark.gpu
 GRID = {case.name: case.params for case in case_lists.gpu_cases()}
 SM90 = case_lists.sm90_shapes()
 BOTH = pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-# Other fields than those of `plan.sm90`: whole groups in a tile and no short calls; three blocks in flight; overlap
-# between tiles, which short calls do not have.
+# Other fields than those of `plan.sm90`: whole groups in a tile and no short calls; three blocks in flight; a tile that
+# ends before the next one starts; a table for calls that would be short.
 VARIANTS: dict[str, dict[str, Any]] = {
     "sm90 packed": {"pack": 64, "short_pack": 0}, "sm90 three stages": {"stages": 3},
-    "sm90 overlap": {"overlap": True, "short_pack": 0},
-    "sm90 overlap packed": {"overlap": True, "short_pack": 0, "pack": 64},
+    "sm90 table": {"short_pack": 0}, "sm90 no overlap": {"overlap": False, "short_pack": 0},
+    "sm90 no overlap packed": {"overlap": False, "short_pack": 0, "pack": 64},
 }  # fmt: skip
 
 
 def built(dtype: str, head_dim: int, backend: str) -> bool:
-    """BF16 lacks room for three stages, FP8 overlaps anyway, a head dim of 256 never."""
+    """BF16 lacks room for three stages, FP8 overlaps always, a head dim of 256 never."""
     if dtype == "fp8":
         return "overlap" not in backend
     return backend != "sm90 three stages" and not ("overlap" in backend and head_dim > 128)
@@ -41,7 +41,7 @@ SHAPES = [
 ]  # fmt: skip
 PLANS = pytest.mark.parametrize(
     ("dtype", "backend"),
-    [(d, b) for d in ("bf16", "fp8") for b in ("portable", "sm90", "sm90 overlap") if built(d, 128, b)],
+    [(d, b) for d in ("bf16", "fp8") for b in ("portable", "sm90", "sm90 no overlap") if built(d, 128, b)],
 )
 
 
@@ -90,12 +90,12 @@ FULL_LOAD = {
 def test_overlap_changes_no_number_at_full_load(name: str) -> None:
     """Dozens of tiles a CTA, against the kernel that ends a tile before it starts the next one; the bits repeat."""
     inputs = make(FULL_LOAD[name], (64, 8), extra_rows=3)
-    expected = cases.attend(inputs, plan=chosen(inputs.params, "sm90"))
-    first = cases.attend(inputs, plan=chosen(inputs.params, "sm90 overlap")).clone()
+    expected = cases.attend(inputs, plan=chosen(inputs.params, "sm90 no overlap"))
+    first = cases.attend(inputs, plan=chosen(inputs.params, "sm90")).clone()
     error = measure(first, expected)
     assert error.rms_rel < 1e-3 and error.max_rel < 1e-2, error
     for _ in range(10):
-        assert torch.equal(cases.attend(inputs, plan=chosen(inputs.params, "sm90 overlap")), first)
+        assert torch.equal(cases.attend(inputs, plan=chosen(inputs.params, "sm90")), first)
 
 
 @pytest.mark.parametrize("backend", ["portable", "sm90"])
@@ -202,7 +202,7 @@ def test_replay_reads_lengths_again(dtype: str, backend: str) -> None:
         compare(now, out, None, chosen_plan)
 
 
-@pytest.mark.parametrize("backend", ["portable", "sm90", "sm90 overlap"])
+@pytest.mark.parametrize("backend", ["portable", "sm90", "sm90 no overlap"])
 def test_two_streams_at_once(backend: str) -> None:
     """Each call owns its tile table."""
     calls = [make(BATCHES[name], (8, 1), seed=seed) for seed, name in enumerate(("mixed", "chunks"))]

@@ -232,9 +232,9 @@ class PrefillOperator:
                 "hpc/sm90", _sm90, note="the Gluon kernel, whatever `choose` takes", tolerance=_sm90_tolerance
             ),
             Provider(
-                "hpc/overlap",
-                _overlap,
-                note="a tile's end beside the next one's start",
+                "hpc/no overlap",
+                _no_overlap,
+                note="BF16: a tile ends before the next one starts",
                 tolerance=_sm90_tolerance,
             ),
             Provider(
@@ -264,17 +264,19 @@ def _portable_tolerance(inputs: PrefillInputs) -> Tolerance:
     return tolerance(inputs.params)
 
 
-def _sm90(inputs: PrefillInputs, overlap: bool = False) -> Any:
+def _sm90(inputs: PrefillInputs, **fields: Any) -> Any:
     key = key_of(inputs.params, sm90=arch.is_hopper(inputs.q.device))
-    chosen = replace(plan.sm90(key), overlap=overlap)
+    chosen = replace(plan.sm90(key), **fields)
     why = plan.is_legal(chosen, key)
     if why is not None:
         raise CannotRun(why)
     return lambda: attend(inputs, plan=chosen)
 
 
-def _overlap(inputs: PrefillInputs) -> Any:
-    return _sm90(inputs, overlap=True)
+def _no_overlap(inputs: PrefillInputs) -> Any:
+    if inputs.params.dtype == "fp8":
+        raise CannotRun("FP8 always overlaps")
+    return _sm90(inputs, overlap=False)
 
 
 def _sm90_tolerance(inputs: PrefillInputs) -> Tolerance:

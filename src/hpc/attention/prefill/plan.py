@@ -106,8 +106,6 @@ def is_legal(plan: Plan, key: Key) -> str | None:
         return "the portable kernel has no overlap" if plan.overlap else None
     if plan.splits > 1:
         return "the SM90 kernel has no splits"
-    if plan.overlap and (key.fp8 or key.head_dim > 128):
-        return "overlap: BF16 with head dims 64 and 128; two tiles of Q must fit into shared memory"
     if not key.sm90:
         return "backend sm90 on another GPU"
     if key.page_size not in TMA_PAGE_SIZES:
@@ -116,6 +114,8 @@ def is_legal(plan: Plan, key: Key) -> str | None:
         return f"head dims {key.head_dim}/{key.v_dim}: the SM90 kernel has {TMA_HEAD_DIMS}, keys as values"
     if key.fp8 and (key.head_dim != 128 or key.quant_type != 1):
         return "FP8 on the SM90 kernel needs head_dim 128 and scales per tensor"
+    if plan.overlap and (key.fp8 or key.head_dim > 128):
+        return "overlap: BF16 with head dims 64 and 128; two tiles of Q must fit into shared memory"
     if not key.tma:
         return "an address or a stride is no multiple of 16 bytes"
     if not key.positive_scale:
@@ -131,13 +131,11 @@ def is_legal(plan: Plan, key: Key) -> str | None:
 def choose(key: Key) -> Plan:
     """The plan for a call: the SM90 kernel where it is legal.
 
-    FP8 with a window takes the portable kernel until a GPU has run the SM90 one. Nothing is split: a page table is
-    mostly as wide as the longest context that a server takes, so every short prompt would pay for splits too.
+    Nothing is split: a page table is mostly as wide as the longest context that a server takes, so every short prompt
+    would pay for splits too.
     """
     chosen = sm90(key)
-    if is_legal(chosen, key) is not None or (key.fp8 and key.window):
-        chosen = portable(key)
-    return chosen
+    return chosen if is_legal(chosen, key) is None else portable(key)
 
 
 def split(key: Key, parts: int) -> Plan:
@@ -167,7 +165,9 @@ def sm90(key: Key) -> Plan:
     faster in BF16, tiles of a whole group in FP8; those also keep a short call to few multiprocessors.
     """
     most = pack_of(key.group, 64)
-    return Plan("sm90", most if key.fp8 else 1, 128, 64 if key.head_dim == 256 else 128, 4, 2, most)
+    wide = key.head_dim > 128
+    overlap = not key.fp8 and not wide
+    return Plan("sm90", most if key.fp8 else 1, 128, 64 if wide else 128, 4, 2, most, overlap=overlap)
 
 
 def portable(key: Key) -> Plan:
