@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,8 +38,33 @@ def provider(adapt: Callable[[Any], DecodeInputs], name: str = "flashinfer") -> 
         prepare=lambda inputs: prepare(adapt(inputs)),
         available=available,
         tolerance=lambda inputs: rival_tolerance(adapt(inputs)),
-        note="tensor-core decode, planned ahead of the call; bfloat16 queries also with a float8 cache",
+        note="tensor-core decode, planned ahead of the call; with a float8 cache queries are bfloat16 and a kernel "
+        "of its own multiplies by the values' scale",
     )
+
+
+class Pages(NamedTuple):
+    """A cache and its page lists: pages of request b are ``indices[indptr[b] : indptr[b + 1]]``.
+
+    What `plan` reads, `indptr` and `last_page_len`, stays on the host.
+    """
+
+    kcache: torch.Tensor
+    vcache: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+
+
+def pack(inputs: DecodeInputs, page_size: int) -> Pages:
+    """The caches repacked to `page_size`, with the page lists that FlashInfer takes."""
+    kcache, vcache, table, used = repack(inputs, page_size)
+    counts = torch.tensor(used, dtype=torch.int32)
+    indptr = torch.zeros(inputs.batch + 1, dtype=torch.int32)
+    indptr[1:] = counts.cumsum(0)
+    indices = torch.cat([table[request, :count] for request, count in enumerate(used)])
+    last_page_len = torch.tensor(inputs.lens, dtype=torch.int32) - (counts - 1) * page_size
+    return Pages(kcache, vcache, indptr, indices, last_page_len)
 
 
 def prepare(inputs: DecodeInputs) -> Callable[[], torch.Tensor]:
@@ -50,41 +75,37 @@ def prepare(inputs: DecodeInputs) -> Callable[[], torch.Tensor]:
         raise CannotRun("sinks, per-token key scales and empty requests are not compared")
     wrapper_type = importlib.import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper
     page_size = min(MAX_PAGE_SIZE, inputs.kcache.shape[1])
-    kcache, vcache, table, used = repack(inputs, page_size)
-    device = kcache.device
-    counts = torch.tensor(used, dtype=torch.int32)
-    indptr = torch.zeros(inputs.batch + 1, dtype=torch.int32)
-    indptr[1:] = counts.cumsum(0)
-    indices = torch.cat([table[request, :count] for request, count in enumerate(used)])
-    last = torch.tensor(inputs.lens, dtype=torch.int32) - (counts - 1) * page_size
+    pages = pack(inputs, page_size)
+    device = inputs.q.device
     wrapper = wrapper_type(
         torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
         "NHD",
         use_cuda_graph=True,
         use_tensor_cores=True,
-        paged_kv_indptr_buffer=torch.empty(inputs.batch + 1, dtype=torch.int32, device=device),
-        paged_kv_indices_buffer=torch.empty_like(indices),
-        paged_kv_last_page_len_buffer=torch.empty(inputs.batch, dtype=torch.int32, device=device),
+        paged_kv_indptr_buffer=torch.empty_like(pages.indptr, device=device),
+        paged_kv_indices_buffer=torch.empty_like(pages.indices),
+        paged_kv_last_page_len_buffer=torch.empty_like(pages.last_page_len, device=device),
     )
     wrapper.plan(
-        indptr.to(device),
-        indices,
-        last.to(device),
+        pages.indptr,
+        pages.indices,
+        pages.last_page_len,
         inputs.q.shape[1],
-        kcache.shape[2],
+        pages.kcache.shape[2],
         inputs.q.shape[2],
         page_size,
         window_left=-1 if inputs.window is None else inputs.window - 1,
         logits_soft_cap=inputs.logit_cap or 0.0,
         q_data_type=torch.bfloat16,
-        kv_data_type=kcache.dtype,
+        kv_data_type=pages.kcache.dtype,
         sm_scale=inputs.softmax_scale,
     )
     q = inputs.q_float().to(torch.bfloat16) if inputs.is_fp8 else inputs.q.contiguous()
     k_scale, v_scale = (None if s is None else float(s.flatten()[0]) for s in (inputs.kscale, inputs.vscale))
+    cache = (pages.kcache, pages.vcache)
 
     def decode() -> torch.Tensor:
-        out: torch.Tensor = wrapper.run(q, (kcache, vcache), k_scale=k_scale, v_scale=v_scale)
+        out: torch.Tensor = wrapper.run(q, cache, k_scale=k_scale, v_scale=v_scale)
         return out
 
     return decode

@@ -26,12 +26,12 @@ def providers() -> list[Provider]:
     """All of them, for inputs of `hpc.attention.prefill.cases`."""
     return [
         Provider(
-            "cudnn", lambda x: _torch(x, "CUDNN_ATTENTION"), _gpu, _tolerance, "contiguous keys, no paging"
+            "cudnn", lambda x: _torch(x, "CUDNN_ATTENTION"), _gpu, tolerance, "contiguous keys, no paging"
         ),
         Provider(
-            "fa2", lambda x: _torch(x, "FLASH_ATTENTION"), _gpu, _tolerance, "contiguous keys, no paging"
+            "fa2", lambda x: _torch(x, "FLASH_ATTENTION"), _gpu, tolerance, "contiguous keys, no paging"
         ),
-        Provider("fa3", _fa3, fa3.available, _tolerance, f"page size {fa3.PAGE_SIZE}"),
+        Provider("fa3", _fa3, fa3.available, tolerance, f"page size {fa3.PAGE_SIZE}"),
     ]
 
 
@@ -39,11 +39,13 @@ def _gpu() -> str | None:
     return None if arch.gpu_available() else "needs a GPU"
 
 
-def _tolerance(inputs: Any) -> Tolerance:
+def tolerance(inputs: Any) -> Tolerance:
+    """What a rival may be off by."""
     return _TOLERANCES[inputs.params.dtype]
 
 
-def _plain(inputs: Any) -> None:
+def refuse_special(inputs: Any) -> None:
+    """Raise `CannotRun` for what no rival of prefill is compared on."""
     params = inputs.params
     if params.sinks or params.logit_cap is not None or not params.causal or params.extra_rows:
         raise CannotRun("sinks, logit caps, full attention and padded rows are not compared")
@@ -51,7 +53,7 @@ def _plain(inputs: Any) -> None:
         raise CannotRun("reads no per-token key scales")
 
 
-def _neutral(inputs: Any) -> DecodeInputs:
+def neutral(inputs: Any) -> DecodeInputs:
     """Caches and lengths in the form that `repack` reads."""
     p = inputs.params
     return DecodeInputs(
@@ -61,7 +63,7 @@ def _neutral(inputs: Any) -> DecodeInputs:
 
 def _torch(inputs: Any, backend: str) -> Callable[[], torch.Tensor]:
     """`scaled_dot_product_attention` over equal whole prompts; the call gives ``[total, Hq, DV]``."""
-    _plain(inputs)
+    refuse_special(inputs)
     params = inputs.params
     n, keys = params.lens[0]
     if (
@@ -80,7 +82,7 @@ def _torch(inputs: Any, backend: str) -> Callable[[], torch.Tensor]:
     if params.page_size == 0:
         k, v = inputs.k, inputs.v
     else:
-        cache = _neutral(inputs)
+        cache = neutral(inputs)
         kcache, vcache, table, _ = repack(cache, min(n, 128))
         k, v = (x[table.long()].flatten(1, 2)[:, :n] for x in (kcache, vcache))
     q, k, v = heads_first(inputs.q), heads_first(k), heads_first(v)
@@ -100,12 +102,12 @@ def _torch(inputs: Any, backend: str) -> Callable[[], torch.Tensor]:
 
 def _fa3(inputs: Any) -> Callable[[], torch.Tensor]:
     """FlashAttention-3 over pages of 128 tokens."""
-    _plain(inputs)
+    refuse_special(inputs)
     params = inputs.params
     if params.page_size == 0 or params.head_dim not in fa3.HEAD_DIMS or params.value_dim != params.head_dim:
         raise CannotRun("compared over pages with the same head dim for keys and values")
     flash = importlib.import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
-    kcache, vcache, table, _ = repack(_neutral(inputs), fa3.PAGE_SIZE)
+    kcache, vcache, table, _ = repack(neutral(inputs), fa3.PAGE_SIZE)
     batch, longest = len(params.lens), max(n for n, _ in params.lens)
     q, descale = inputs.q, dict.fromkeys(("q_descale", "k_descale", "v_descale"))
     if params.dtype == "fp8":
