@@ -65,13 +65,13 @@ def candidates(key: Key) -> list[Plan]:
 def test_every_plan_survives_the_file() -> None:
     for key in KEYS:
         for each in (plan.analytic(key), *plan.alternatives(key).values(), *candidates(key)):
-            assert choose.from_fields(json.loads(json.dumps(asdict(each)))) == each
+            assert plan_table.from_fields(plan.Plan, json.loads(json.dumps(asdict(each)))) == each
 
 
 def test_fields_of_later_versions_take_their_defaults() -> None:
     fields = asdict(OTHER)
     del fields["tiny"], fields["up"]["fresh"]
-    assert choose.from_fields(fields) == replace(OTHER, up=replace(OTHER.up, fresh=128))  # type: ignore[type-var]
+    assert plan_table.from_fields(plan.Plan, fields) == replace(OTHER, up=replace(OTHER.up, fresh=128))  # type: ignore[type-var]
 
 
 def broken(path: str, value: Any) -> Any:
@@ -102,7 +102,7 @@ def broken(path: str, value: Any) -> Any:
 )
 def test_other_fields_are_refused_by_name(fields: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        choose.from_fields(fields)
+        plan_table.from_fields(plan.Plan, fields)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_call_takes_the_measured_plan_or_its_own(measured: Install) -> None:
     assert entry._legal("fuse_moe", None, KEY) == OTHER
     assert entry._legal("fuse_moe", plan.analytic(KEY), KEY) == plan.analytic(KEY)
     with pytest.raises(InvalidArgument, match="shared memory"):
-        entry._legal("fuse_moe", choose.from_fields(broken("up.stages", 99)), KEY)
+        entry._legal("fuse_moe", plan_table.from_fields(plan.Plan, broken("up.stages", 99)), KEY)
 
 
 def test_the_searched_cases_are_the_timed_ones() -> None:

@@ -15,12 +15,15 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 Axes = Mapping[str, int | bool | str]
+T = TypeVar("T")
+_hints = cache(get_type_hints)
 
 
 @dataclass(frozen=True)
@@ -148,3 +151,35 @@ def merged(
     if not kept:
         return None
     return PlanTable(gpu, sms, tuple(sorted(kept, key=_order)), origin)
+
+
+def from_fields(kind: type[T], values: Any, where: str = "plan") -> T:
+    """The inverse of `dataclasses.asdict` for a plan of type `kind`.
+
+    Raises ValueError, naming the field, for anything else: a table may be older than the plan.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} is {values!r}, not a {kind.__name__}")
+    hints, known = _hints(kind), fields(kind)  # type: ignore[arg-type]
+    unknown = [name for name in values if name not in hints]
+    if unknown:
+        raise ValueError(f"{where} has no field {', '.join(map(repr, unknown))}")
+    missing = [each.name for each in known if each.default is MISSING and each.name not in values]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}")
+    return kind(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """A field of its declared type: int, bool, str, one of some literals, a record, or None. True is no int here."""
+    kinds = get_args(hint) or (hint,)
+    if value is None and NoneType in kinds:
+        return None
+    if is_dataclass(kinds[0]):
+        return from_fields(kinds[0], value, where)  # type: ignore[arg-type]
+    if not isinstance(kinds[0], type):
+        if value not in kinds:
+            raise ValueError(f"{where} is {value!r}, not one of {kinds}")
+    elif type(value) is not kinds[0]:
+        raise ValueError(f"{where} is {value!r}, not a {kinds[0].__name__}")
+    return value

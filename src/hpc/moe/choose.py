@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
 
 from hpc.common import plan_table
 from hpc.moe.plan import Key, Plan, analytic, is_legal, portable_reason
 
 CONFIGS = Path(__file__).parent / "configs"  # tables that `hpc tune` wrote
-
-_hints = cache(get_type_hints)
 
 AXES = ("num_experts", "experts_total", "hidden", "inter", "top_k", "block_scales")
 
@@ -47,7 +41,7 @@ def _measured(key: Key) -> Plan | None:
     if analytic(there) != analytic(key):
         return None
     try:
-        plan = from_fields(entry.plan)
+        plan = plan_table.from_fields(Plan, entry.plan)
         why = is_legal(plan, there)
     except ValueError as error:
         why = str(error)
@@ -61,34 +55,3 @@ def _measured(key: Key) -> Plan | None:
         )
         return None
     return plan if is_legal(plan, key) is None else None
-
-
-def from_fields(values: Mapping[str, Any]) -> Plan:
-    """The inverse of `dataclasses.asdict` for a plan. Raises ValueError, naming the field, for anything else."""
-    plan: Plan = _record(Plan, values, "plan")
-    return plan
-
-
-def _record(kind: Any, values: Any, where: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where} is {values!r}, not a {kind.__name__}")
-    hints = _hints(kind)
-    unknown = [name for name in values if name not in hints]
-    if unknown:
-        raise ValueError(f"{where} has no field {', '.join(map(repr, unknown))}")
-    missing = [each.name for each in fields(kind) if each.default is MISSING and each.name not in values]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}")
-    return kind(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()})
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    """A field of its declared type, which is int, bool, str, or a record or None. True is no int here."""
-    kinds = get_args(hint) or (hint,)
-    if value is None and NoneType in kinds:
-        return None
-    if is_dataclass(kinds[0]):
-        return _record(kinds[0], value, where)
-    if type(value) is not kinds[0]:
-        raise ValueError(f"{where} is {value!r}, not a {kinds[0].__name__}")
-    return value

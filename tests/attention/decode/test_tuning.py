@@ -95,6 +95,15 @@ def test_an_illegal_plan_of_a_table_is_not_used(measured) -> None:
     assert choose.choose(KEY) == choose.analytic(KEY)
 
 
+def test_a_table_older_than_the_plan_is_said_and_not_used(measured) -> None:
+    measured(KEY, replace(choose.analytic(KEY), stages=5))
+    path = plan_table.path_of(choose.CONFIGS, KEY.gpu)
+    path.write_text(path.read_text().replace('"stages"', '"depth"'))
+    plan_table.load.cache_clear()
+    with pytest.warns(RuntimeWarning, match="no field 'depth'.*hpc tune attention.decode"):
+        assert choose.choose(KEY) == choose.analytic(KEY)
+
+
 def test_scratch_follows_the_measured_plan(measured) -> None:
     """The exact size is stated without knowing window, sinks and the like: none of them may change the plan."""
     key = replace(KEY, dynamic=False)

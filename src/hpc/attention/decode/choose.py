@@ -5,6 +5,7 @@ Pure Python on integers and flags; nothing here touches a tensor or a device.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -167,8 +168,20 @@ def _measured(key: Key) -> Plan | None:
         return None
     table = plan_table.load(CONFIGS, key.gpu, key.sms)
     entry = table.find(*point(key)) if table is not None else None
-    plan = Plan(**entry.plan) if entry is not None and entry.plan is not None else None
-    return plan if plan is not None and is_legal(plan, key) is None else None
+    if entry is None or entry.plan is None:
+        return None
+    try:
+        plan = plan_table.from_fields(Plan, entry.plan)
+    except ValueError as error:
+        path = plan_table.path_of(CONFIGS, key.gpu)
+        warnings.warn(
+            f"hpc: {path}: a plan for {dict(entry.axes)} cannot be used ({error}); the analytic one is. "
+            "`hpc tune attention.decode` measures anew.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return plan if is_legal(plan, key) is None else None
 
 
 def analytic(key: Key) -> Plan:
