@@ -1,10 +1,9 @@
 """Random weights by which two sets of kernels can be compared; SGLang's plugin `hpc_bench_weights`.
 
 With `--load-format dummy` SGLang draws every tensor from +-1e-3, scales included: in FP8 nearly all codes are then zero
-and scales have random signs. With weights of unit gain throughout, a model is chaotic instead: close calls of the router
-and e4m3 roundings grow from layer to layer, and two correct sets of kernels end far apart. Here a tensor depends on its
-name alone, so every process has the same model, FP8 weights use the format's range, and the model is as well
-conditioned as a trained one:
+and scales have random signs. With weights of unit gain throughout, a model is chaotic instead: close calls of the
+router and e4m3 roundings grow from layer to layer, and two correct sets of kernels end far apart. Here a tensor depends
+on its name alone, so every process has the same model, FP8 weights use the format's range, and errors do not grow:
 
     codes ~ N(0, 32^2) cut at 448,  scale = gain / (32 sqrt(fan in))
     gain 1 inside a branch; at its end (o_proj, down_proj, w2) such that all branches of all layers together have
@@ -99,8 +98,8 @@ class Recipe:
             _normal(tensor, self._gain(name) / math.sqrt(tensor.shape[-1]), generator)
 
     def _scale(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Scales of a weight: block by block up to 25 % apart; otherwise one an expert or layer, so that the shards of a
-        fused weight share theirs and are not requantised."""
+        """Scales of a weight: block by block up to 25 % from their mean; otherwise one an expert or layer, so that the
+        shards of a fused weight share theirs and are not requantised."""
         of = name.replace("_scale_inv", "").replace("_scale", "")
         weight = self.state.get(of)
         fan_in = 4096 if weight is None else weight.shape[-1]

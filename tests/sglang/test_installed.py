@@ -245,6 +245,32 @@ def test_moe_plugin_through_the_runners_pool(
         sglang_moe.fused_experts(*arguments)
 
 
+def test_triton_experts_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hpc bench` calls SGLang's Triton experts by themselves: options and group that they read are there."""
+    from hpc.bench.rivals import moe
+
+    parallel = importlib.import_module("sglang.srt.distributed.parallel_state")
+    monkeypatch.setattr(parallel, "_TP", None)
+    context = importlib.import_module("sglang.srt.runtime_context").get_context()
+    for name in ("_server_args", "_config_bags"):
+        if hasattr(context, name):
+            monkeypatch.setattr(context, name, None)
+    for _ in range(2):
+        moe.without_a_server()
+    fused = importlib.import_module(moe.SGLANG)
+    group = parallel.get_tp_group()
+    assert group.world_size == 1
+    if version() == "0.5.17":
+        with fused.use_symmetric_memory(group, disabled=not fused.is_allocation_symmetric()):
+            pass
+    monkeypatch.setattr(
+        importlib.import_module(f"{moe.SGLANG}_triton_config"), "get_device_name", lambda: "NVIDIA H200"
+    )
+    shapes = ((8, 512, 256), (8, 256, 256))
+    config, *_ = fused.try_get_optimal_moe_config(*shapes, 2, "fp8_w8a8", 4, return_down_config=True)
+    assert config["BLOCK_SIZE_M"] > 0
+
+
 def test_router_gemm(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """`linear_bf16_fp32` with LongCat's threshold: its split, its cache on the weight, its call."""
     need("gemm_bf16xfp32")

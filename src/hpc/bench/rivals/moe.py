@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,9 +91,24 @@ def _check(inputs: MoeRivalInputs) -> None:
         raise CannotRun(inputs.obstacle)
 
 
+def without_a_server() -> None:
+    """SGLang's layers ask for the options of the server that they run in and for its tensor-parallel group. Where there
+    is no server, they find default options and a group of one, as in SGLang's own kernel benchmarks."""
+    context = importlib.import_module("sglang.srt.runtime_context")
+    arguments = importlib.import_module("sglang.srt.server_args")
+    try:
+        context.get_server_args()
+    except ValueError:  # "dummy": no model is looked for
+        context.publish(arguments.ServerArgs(model_path="dummy"), role="scheduler")
+    parallel: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
+    if parallel._TP is None:
+        parallel._TP = types.SimpleNamespace(world_size=1)
+
+
 def sglang(inputs: MoeRivalInputs) -> Callable[[], torch.Tensor]:
     """SGLang's Triton MoE with the configuration it finds for the shape: tuned for few, else its default."""
     _check(inputs)
+    without_a_server()
     run = importlib.import_module(SGLANG).fused_experts_impl
     options = {
         "use_fp8_w8a8": True, "w1_scale": inputs.w13_scale, "w2_scale": inputs.w2_scale, "a1_scale": inputs.x_scale,
