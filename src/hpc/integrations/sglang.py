@@ -21,8 +21,9 @@ plugin, `hpc.integrations.sglang_moe`; `--moe-runner-backend hpc_ops` runs on th
 
 What has run, on a CPU, where operators compute their reference: every mode of `forward` and the bookkeeping around CUDA
 graphs behind stand-ins; and with the installed SGLang 0.5.17 and 0.5.23 its plugin loader and argument parser, and
-several steps of two requests with its base class, layers, KV pools and request table (tests/sglang). What has not run:
-this backend in an SGLang server, on a GPU, and in a captured graph.
+several steps of two requests with its base class, layers, KV pools and request table (tests/sglang). On an H200 with
+SGLang 0.5.17: these tests, and its model runner with an FP8 cache, eager and in decode graphs (`hy3_tp8` of
+benchmarks/serving). What has not run: this backend in an SGLang server, and speculative decoding there.
 """
 
 from __future__ import annotations

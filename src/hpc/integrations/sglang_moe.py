@@ -9,9 +9,8 @@ asked for by name, with SGLang's own switch:
 What SGLang's runner refuses is refused here in the same words. The hook is one of SGLang's `HookRegistry`; no file of
 SGLang is changed.
 
-What has run, on a CPU, where operators compute their reference: the function with the payloads of SGLang 0.5.17 and
-0.5.23, through their hook registry and runner pool (tests/sglang). What has not: this in an SGLang server, on a GPU,
-and whether it is faster there.
+What has run: the function with the payloads of SGLang 0.5.17 and 0.5.23, through their hook registry and runner pool
+(tests/sglang); on an H200 in SGLang 0.5.17's model runner with decode graphs. What has not: whether it is faster there.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def fused_experts(dispatch_output: Any, quant_info: Any, runner_config: Any) -> 
     else:
         output = hpc.fuse_moe(
             x, quant_info.w13_weight, quant_info.w2_weight, quant_info.gate_up_alphas, quant_info.down_alphas,
-            1.0 / quant_info.w2_input_scale.reshape(1), *routing, input_scale=quant_info.w13_input_scale.reshape(1),
+            quant_info.w2_input_scale.reshape(1).reciprocal(), *routing, input_scale=quant_info.w13_input_scale.reshape(1),
             routed_scaling_factor=scaling,
         )  # fmt: skip
     return standard.StandardCombineInput(hidden_states=output)
