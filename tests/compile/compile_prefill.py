@@ -71,21 +71,26 @@ CASES |= {
     "bf16 64/8 d192/128 portable": {"head_dim": 192, "v_dim": 128, "quant_type": -1},
     "bf16 64/8 d128 ragged": {"page_size": 0, "quant_type": -1},
     "fp8 64/8 d128 per token": {"quant_type": 0},
-    "bf16 8/1 d128 split": {
-        "q_heads": 8,
-        "kv_heads": 1,
-        "quant_type": -1,
-        "return_lse": True,
-        "plan": {"splits": 32},
-    },
-    "fp8 8/1 d128 split": {
-        "q_heads": 8,
-        "kv_heads": 1,
-        "quant_type": 1,
-        "sinks": True,
-        "plan": {"splits": 8},
-    },
 }
+ONE = {"q_heads": 8, "kv_heads": 1}
+CASES |= {
+    f"{name} split": {"plan": {"splits": splits}, **fields}
+    for name, splits, fields in (
+        ("bf16 8/1 d128", 32, {**ONE, "quant_type": -1, "return_lse": True}),
+        ("fp8 8/1 d128", 8, {**ONE, "quant_type": 1, "sinks": True}),
+        ("bf16 5/1 d128 page 16 window cap sinks lse", 4, {**FEATURES, "q_heads": 5, "kv_heads": 1, "page_size": 16,
+                                                           "quant_type": -1}),
+        ("fp8 5/1 d128 page 16 window cap sinks lse", 4, {**FEATURES, "q_heads": 5, "kv_heads": 1, "page_size": 16,
+                                                          "quant_type": 1}),
+        ("bf16 64/8 d128 full", 2, {"causal": False, "quant_type": -1}),
+        ("fp8 64/8 d128 full", 2, {"causal": False, "quant_type": 1}),
+        ("fp8 8/1 d128 window", 64, {**ONE, "window": True, "quant_type": 1}),
+        ("bf16 8/1 d64", 64, {**ONE, "head_dim": 64, "v_dim": 64, "quant_type": -1}),
+        ("bf16 8/1 d256", 64, {**ONE, "head_dim": 256, "v_dim": 256, "quant_type": -1, "window": True}),
+        ("bf16 8/1 d128 portable", 32, {**ONE, "tma": False, "quant_type": -1, "return_lse": True}),
+        ("fp8 8/1 d128 per token", 8, {**ONE, "quant_type": 0, "sinks": True}),
+    )
+}  # fmt: skip
 INSTRUCTIONS = {
     "tma load": r"cp\.async\.bulk\.tensor\.\dd\.shared",
     "tma store": r"cp\.async\.bulk\.tensor\.\dd\.global",
@@ -198,6 +203,7 @@ def launch_call(fields: dict[str, Any]) -> None:
     chosen = replace(plan.sm90(key), **plan_fields)
     if plan.is_legal(chosen, key) is not None:
         chosen = replace(plan.portable(key), splits=chosen.splits)
+    parts = max(chosen.splits, 1)
     call = launch.Call(key, chosen, 0, layout, 1024 if key.window else None)
     tiles = plan.bound(rows, batch, chosen.tile_tokens)
     table = torch.zeros(plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS, dtype=torch.int32)
@@ -217,7 +223,7 @@ def launch_call(fields: dict[str, Any]) -> None:
         vscale,
         torch.zeros(64),
     )
-    call.launch(0, tensors, cu, lens, tiles, call.default_scale, 30.0, short)
+    call.launch(0, tensors, cu, lens, tiles, call.default_scale, 30.0, short, parts)
 
 
 def describe(ptx: Path, metadata: dict[str, Any]) -> dict[str, Any]:

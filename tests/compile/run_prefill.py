@@ -19,7 +19,8 @@ import workers
 
 CTAS = 3  # fewer than tiles: a CTA takes several
 
-# Name -> (fields of the inputs, fields of the plan, whether each CTA places its own tile).
+# Name -> (fields of the inputs, fields of the plan, whether each CTA places its own tile). With `splits` in the plan
+# each does, and a second kernel joins.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "fp8": ({"lens": ((20, 150), (3, 40)), "heads": (4, 1)}, {}, False),
     "bf16": ({"lens": ((70, 200), (128, 128), (130, 140)), "heads": (2, 1), "dtype": "bf16"}, {}, False),
@@ -40,6 +41,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "bf16 d64": ({"lens": ((70, 400), (3, 40)), "heads": (2, 1), "dtype": "bf16", "head_dim": 64}, {}, False),
     "bf16 one block a tile": ({"lens": ((9, 9), (5, 70)), "heads": (4, 1), "dtype": "bf16"}, {}, False),
     "bf16 short": ({"lens": ((20, 150), (0, 5), (3, 0)), "heads": (4, 1), "dtype": "bf16", "extra_rows": 3}, {}, True),
+    "bf16 split": (
+        {"lens": ((20, 700), (1, 640), (0, 5), (3, 0)), "heads": (4, 1), "dtype": "bf16", "extra_rows": 3},
+        {"splits": 4}, True),
+    "fp8 split": ({"lens": ((20, 700), (1, 640), (0, 5), (3, 0)), "heads": (4, 1), "extra_rows": 3},
+                  {"splits": 4}, True),
+    "bf16 split, window, sinks, page 16": (
+        {"lens": ((40, 600), (9, 6)), "heads": (4, 2), "dtype": "bf16", "window": 420, "page_size": 16, "sinks": True},
+        {"splits": 3}, True),
+    "fp8 split, window, cap, sinks, page 32": (
+        {"lens": ((40, 600), (9, 6)), "heads": (4, 2), "window": 420, "page_size": 32, "logit_cap": 5.0, "sinks": True},
+        {"splits": 3}, True),
+    "bf16 split, d256": (
+        {"lens": ((9, 400), (1, 20)), "heads": (2, 1), "dtype": "bf16", "head_dim": 256}, {"splits": 2}, True),
 }  # fmt: skip
 
 
@@ -89,6 +103,7 @@ def attend(inputs: Any, plan_fields: dict[str, Any], short: bool) -> tuple[Any, 
         inputs.k.shape[0],
     )  # fmt: skip
     call = launch.Call(key, chosen, 0, layout, p.window)
+    parts = max(chosen.splits, 1)
     tile_tokens = chosen.short_tokens if short else chosen.tile_tokens
     table, tiles = table_of(inputs, tile_tokens, chosen.block_n)
     if short:
@@ -103,7 +118,8 @@ def attend(inputs: Any, plan_fields: dict[str, Any], short: bool) -> tuple[Any, 
         tiles,
         call.default_scale,
         p.logit_cap or 1.0,
-        short,
+        short and parts == 1,
+        parts,
     )
     return run(call, given)
 
@@ -127,6 +143,7 @@ def table_of(inputs: Any, tile_tokens: int, block_n: int) -> tuple[Any, int]:
 
 
 def run(call: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
+    import torch
     from ptx_machine import Program
     from ptx_prefill import PrefillBlock, unfolded
     from run_moe import Memory
@@ -134,8 +151,13 @@ def run(call: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
     tensors, cu, lens = given[:3]
     memory = Memory()
     at = {id(t): (memory.put(t), t) for t in (*tensors[3:], cu, lens) if t is not None}
+    launches = recorded(call, given)
+    for _, _, arguments in launches:
+        for t in arguments:  # what parts give is the call's own
+            if isinstance(t, torch.Tensor) and id(t) not in at:
+                at[id(t)] = memory.put(t.fill_(math.nan)), t
     spans = [(first, first + t.numel() * t.element_size()) for first, t in at.values()]
-    for text, grid, arguments in recorded(call, given):
+    for text, grid, arguments in launches:
         program = Program(unfolded(text))
         parameters, maps = bind(text, arguments, at, memory)
         for x in range(grid[0]):
@@ -184,6 +206,8 @@ def bind(
     maps: dict[int, Any] = {}
     number = 0
     for value in given:
+        if number == len(declared) - 2:  # compile-time facts follow, and two scratch pointers in the PTX
+            break
         if hasattr(value, "block_shape"):  # a tensor descriptor: the map, its sizes, its strides
             assert declared[number][2], f"parameter {number} is no tensor map"
             maps[number] = described(value, at, memory)
@@ -199,7 +223,7 @@ def bind(
             )
             parameters[number] = value if isinstance(value, float) else value % 2**64
             number += 1
-    assert number == len(declared) - 2, (number, len(declared))  # two scratch pointers follow
+    assert number == len(declared) - 2, (number, len(declared))
     return parameters, maps
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from processes import few_or_all, reports
 
-FEW = ["fp8 short"]
+FEW = ["fp8 short", "fp8 split"]
 
 pytestmark = pytest.mark.compile
 
@@ -16,9 +16,10 @@ pytestmark = pytest.mark.compile
 def test_kernels_compute_the_right_numbers(
     version: str, names: list[str], root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    """Roles, boxes, masks and operand layouts as compiled; several tiles a CTA, tiles that CTAs place themselves."""
+    """Roles, boxes, masks and operand layouts as compiled; several tiles a CTA, tiles that CTAs place themselves,
+    parts of them and their joining."""
     results = reports(version, root, clean_environ, tmp_path, "run_prefill.py", names)
-    assert len(results) == (len(names) or 12)
+    assert len(results) == (len(names) or 17)
     bad = [
         result
         for result in results

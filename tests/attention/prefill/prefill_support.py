@@ -155,10 +155,11 @@ def combine(
     from hpc.attention.prefill.combine import _prefill_combine_kernel
 
     tokens, heads, dim = out.shape
+    splits = len(part_o) // tokens
     _prefill_combine_kernel[(-(-tokens * heads // 4),)](
-        out, lse, part_o, part_lse, lse if sinks is None else sinks, tokens * heads, *out.stride()[:2],
-        HQ=heads, DV=dim, SPLITS=len(part_o) // tokens, BLOCK_R=4, BLOCK_DV=_power(dim), SINKS=sinks is not None,
-        LSE=True, PDL=False, INTERPRET=True,
+        out, lse, part_o, part_lse, lse if sinks is None else sinks, tokens * heads, splits, *out.stride()[:2],
+        HQ=heads, DV=dim, BLOCK_R=4, BLOCK_S=8, BLOCK_DV=_power(dim), SINKS=sinks is not None, LSE=True, PDL=False,
+        INTERPRET=True,
     )  # fmt: skip
 
 

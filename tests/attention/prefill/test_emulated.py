@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gluon_emulator import Deadlock, Desc, Ptr, emulate
-from prefill_support import INT_MIN, compare, entries, make, table
+from prefill_support import INT_MIN, combine, compare, entries, make, table
 
 from hpc.attention.prefill import cases, plan
 from hpc.attention.prefill.case_lists import PrefillCase, prompts
@@ -24,27 +24,34 @@ CTAS = 3
 
 
 def run(
-    inputs: cases.PrefillInputs, ctas: int = CTAS, instead: Any = None, short: bool = False, **fields: Any
+    inputs: cases.PrefillInputs,
+    ctas: int = CTAS,
+    instead: Any = None,
+    short: bool = False,
+    parts: int = 1,
+    **fields: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, lse) of the kernel that the SM90 plan would launch, with the largest pack, or with other `fields`."""
+    """(output, lse) of the kernel that the SM90 plan would launch, with the largest pack, or with other `fields`; parts
+    are joined."""
     from hpc.attention.prefill import hopper, hopper_fp8
 
     p = inputs.params
     key = cases.key_of(p, True)
     chosen = plan.sm90(key)
-    chosen = replace(chosen, **{"pack": chosen.short_pack, **fields})
+    split = parts > 1
+    chosen = replace(chosen, **{"pack": chosen.short_pack, **({"overlap": False} if split else {}), **fields})
     assert plan.is_legal(chosen, key) is None
     config = hopper.Config(
         D=p.head_dim, P=p.page_size, PACK=chosen.pack, HQ=p.q_heads, HKV=p.kv_heads, STAGES=chosen.stages,
-        FP8=key.fp8, CAUSAL=p.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=p.sinks, LSE=True, PDL=True,
-        BN=chosen.block_n, OVERLAP=chosen.overlap,
+        FP8=key.fp8, CAUSAL=p.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=p.sinks and not split, LSE=True,
+        PDL=True, BN=chosen.block_n, OVERLAP=chosen.overlap, SPLIT=split,
     )  # fmt: skip
     out = torch.full((*inputs.q.shape[:2], p.head_dim), math.nan).bfloat16()
     lse = torch.full(inputs.q.shape[:2], math.nan)
-    if short:
+    if short or split:
         tiles = plan.bound(inputs.q.shape[0], len(p.lens), chosen.tile_tokens)
         words = torch.full((plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS,), INT_MIN, dtype=torch.int32)
-        ctas = tiles * config.NH
+        ctas = tiles * config.NH * parts
     else:
         words = table(inputs, chosen.tile_tokens, chosen.block_n)
         assert entries(words)
@@ -54,13 +61,17 @@ def run(
         Desc(out, [config.QT, config.PACK, config.O_COLS // config.OH]),
     )  # fmt: skip
     sinks = torch.zeros(1) if inputs.sinks is None else inputs.sinks
+    to, to_lse = out, lse
+    if split:
+        to = torch.full((len(out) * parts, *out.shape[1:]), math.nan)
+        to_lse = torch.full(to.shape[:2], math.nan)
     pointers = [
-        Ptr(x) for x in (out, lse, words, inputs.cu_seqlens, inputs.seq_lens, inputs.block_ids, sinks)
+        Ptr(x) for x in (to, to_lse, words, inputs.cu_seqlens, inputs.seq_lens, inputs.block_ids, sinks)
     ]
     numbers: list[Any] = [
-        len(p.lens) if short else 0, inputs.q.shape[0], inputs.block_ids.shape[1] * p.page_size,
-        inputs.block_ids.stride(0), ctas, inputs.k.shape[0], p.window or 0, p.head_dim**-0.5, p.logit_cap or 1.0,
-        *out.stride()[:2],
+        len(p.lens) if short or split else 0, inputs.q.shape[0], inputs.block_ids.shape[1] * p.page_size,
+        inputs.block_ids.stride(0), parts if split else ctas, inputs.k.shape[0], p.window or 0,
+        p.head_dim**-0.5, p.logit_cap or 1.0, *to.stride()[:2],
     ]  # fmt: skip
     kernel = hopper._prefill_sm90_bf16_kernel
     if key.fp8:
@@ -68,6 +79,9 @@ def run(
         pointers += [Ptr(x) for x in (inputs.qscale, inputs.kscale, inputs.vscale)]
         numbers += [*inputs.qscale.stride()[:2], inputs.qscale.shape[2]]
     emulate(kernel, ctas, *descs, *pointers, *numbers, config, instead=instead)
+    if split:
+        assert not to_lse.isnan().any() and not to[to_lse > -math.inf].isnan().any()
+        combine(to, to_lse, out, lse, inputs.sinks)
     return out, lse
 
 
@@ -181,6 +195,28 @@ def test_the_end_of_a_tile_beside_the_start_of_the_next_one(shape: str) -> None:
         check(make(lens, device="cpu", **fields), overlap=True, ctas=2, **plan_fields)
 
 
+SPLIT: dict[str, dict[str, Any]] = {
+    "bf16": {"heads": (2, 1), "extra_rows": 5},
+    "fp8": {"heads": (4, 1), "dtype": "fp8", "extra_rows": 5},
+    "bf16 window, sinks, page 16": {"heads": (2, 1), "window": 420, "sinks": True, "page_size": 16},
+    "fp8 window, cap, page 32": {"heads": (4, 2), "dtype": "fp8", "window": 300, "logit_cap": 5.0, "page_size": 32},
+    "bf16 full, d64": {"heads": (2, 1), "causal": False, "head_dim": 64},
+    "fp8 full window, sinks": {"heads": (2, 1), "dtype": "fp8", "causal": False, "window": 260, "sinks": True},
+    "bf16 5/1, d256, cap": {"heads": (5, 1), "head_dim": 256, "logit_cap": 5.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(x, marks=() if x in ("bf16", "fp8") else pytest.mark.slow) for x in SPLIT]
+)
+def test_parts_of_the_keys_join_to_the_whole(shape: str) -> None:
+    """Requests of many parts, of one, of one token, without tokens or keys; rows behind the last; parts that end inside
+    the diagonal, at the window's edge, and that have no block."""
+    lens = ((140, 900), (1, 70), (0, 5), (3, 0), (1, 640), (9, 6))
+    for parts in (2, 5):
+        check(make(lens, device="cpu", **SPLIT[shape]), parts=parts)
+
+
 def test_the_maximum_follows_scores_that_grow_block_by_block() -> None:
     """From the last block to the first each score is far above those before: everything held must shrink to nothing."""
     for dtype in ("bf16", "fp8"):
@@ -226,8 +262,8 @@ def test_a_role_that_never_comes_is_a_deadlock() -> None:
     "instead",
     [
         {"first_keys": lambda keys, block, col, C: col},  # rows not shifted
-        {"blocks_of": lambda tokens, first, start, keys, window, C: (1, 1, 1, 0)},  # one block only
-        {"work_of": lambda it, cta, ctas: it * ctas},  # every CTA the same tiles
+        {"blocks_of": lambda tokens, first, start, keys, window, ctas, C: (1, 1, 1, 0)},  # one block only
+        {"work_of": lambda it, cta, ctas, n_work, C: it * ctas},  # every CTA the same tiles
         {"_unpair": lambda x: x},  # V not transposed
         {"_plus": lambda o, shrink, pv: o + pv},  # old sums keep their scale
     ],

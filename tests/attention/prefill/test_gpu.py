@@ -50,8 +50,8 @@ def chosen(params: PrefillCase, backend: str) -> plan.Plan:
         pytest.skip("needs SM90")
     key = cases.key_of(params, backend != "portable")
     if backend == "portable":
-        return plan.portable(key)
-    fields = dict(VARIANTS.get(backend, {}))
+        return replace(plan.portable(key), splits=1)
+    fields = {"splits": 1, **VARIANTS.get(backend, {})}
     if "pack" in fields:
         fields["pack"] = plan.pack_of(key.group, fields["pack"])
     return replace(plan.sm90(key), **fields)
@@ -132,30 +132,65 @@ SPLIT: dict[str, dict[str, Any]] = {
     "bf16": {}, "fp8": {"dtype": "fp8"}, "bf16 window sinks": {"window": 3000, "sinks": True, "page_size": 16},
     "fp8 window cap": {"dtype": "fp8", "window": 5000, "logit_cap": 5.0}, "full": {"causal": False},
     "fp8 per token": {"dtype": "fp8", "quant_type": 0}, "5/1 d256": {"heads": (5, 1), "head_dim": 256},
+    "bf16 64/8 HND d64": {"heads": (64, 8), "head_dim": 64, "layout": "HND"},
+    "fp8 window sinks cap page 16": {
+        "dtype": "fp8", "window": 700, "sinks": True, "logit_cap": 5.0, "page_size": 16, "heads": (12, 2)},
+    "fp8 full sinks joint page 128": {
+        "dtype": "fp8", "causal": False, "sinks": True, "layout": "joint", "page_size": 128, "heads": (4, 4)},
+    "d256 window cap page 32": {"heads": (16, 2), "head_dim": 256, "window": 900, "logit_cap": 5.0, "page_size": 32},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("splits", [2, 8, 32])
+def split_plan(params: PrefillCase, backend: str, splits: int) -> plan.Plan:
+    """Of the kernel of a GPU or of any; skips a call that SM90 kernels do not take."""
+    key = cases.key_of(params, torch.cuda.get_device_capability()[0] == 9)
+    found = replace(plan.choose(key) if backend == "sm90" else plan.portable(key), splits=splits)
+    if found.backend != backend:
+        pytest.skip("not for the SM90 kernels")
+    return found
+
+
+@pytest.mark.parametrize("backend", ["portable", "sm90"])
+@pytest.mark.parametrize("splits", [2, 8, 13, 64])
 @pytest.mark.parametrize("name", SPLIT)
-def test_parts_of_the_keys_join_to_the_whole(name: str, splits: int) -> None:
-    """Long and short contexts in one batch, requests without tokens or keys; the bits repeat."""
+def test_split_keys_join_to_the_whole(name: str, splits: int, backend: str) -> None:
+    """Long and short contexts in one batch, requests without tokens or keys, whole tiles and tiles of a token; dead
+    rows of the cache are NaN; the bits repeat."""
     fields = dict(SPLIT[name])
-    inputs = make(
-        ((17, 20000), (1, 70), (0, 9), (3, 0), (5, 5)), fields.pop("heads", (8, 1)), extra_rows=3, **fields
-    )
-    chosen_plan = plan.split(cases.key_of(inputs.params, torch.cuda.get_device_capability()[0] == 9), splits)
+    lens = ((17, 20000), (1, 70), (0, 9), (3, 0), (5, 5), (1, 8193), (130, 700))
+    inputs = make(lens, fields.pop("heads", (8, 1)), extra_rows=3, **fields)
+    chosen_plan = split_plan(inputs.params, backend, splits)
     first = check(inputs, chosen_plan).clone()
     for _ in range(5):
         assert torch.equal(cases.attend(inputs, plan=chosen_plan), first)
 
 
+@pytest.mark.parametrize(
+    "batch", ["17 over 8K", "17 over 32K", "128 over 32K", "4 x 17 over 32K", "64, 1 over 32K"]
+)
+@pytest.mark.parametrize("heads", [(8, 1), (64, 8), (5, 1)])
 @BOTH
-def test_calls_that_are_split_by_their_shapes_replay_with_other_lengths(dtype: str) -> None:
+def test_calls_split_by_their_shapes(dtype: str, heads: tuple[int, int], batch: str) -> None:
+    lens = {
+        "17 over 8K": ((17, 8192),), "17 over 32K": ((17, 32768),), "128 over 32K": ((128, 32768),),
+        "4 x 17 over 32K": ((17, 32768),) * 4, "64, 1 over 32K": ((64, 64), (1, 32768)),
+    }[batch]  # fmt: skip
+    inputs = make(lens, heads, dtype=dtype)
+    key = cases.key_of(inputs.params, torch.cuda.get_device_capability()[0] == 9)
+    parts = plan.parts(inputs.params.rows, len(lens), lens[-1][1], plan.choose(key), key)
+    assert parts > 1 or not key.sm90
+    first = check(inputs).clone()
+    for _ in range(5):
+        assert torch.equal(cases.attend(inputs), first)
+
+
+@pytest.mark.parametrize("backend", ["portable", "sm90"])
+@BOTH
+def test_split_calls_replay_with_other_lengths(dtype: str, backend: str) -> None:
     """Captured over a long context, replayed over short ones and without some: parts follow the lengths."""
     inputs = make(((12, 9000), (9, 6000)), (8, 1), dtype=dtype)
-    key = cases.key_of(inputs.params, torch.cuda.get_device_capability()[0] == 9)
-    assert plan.parts(21, 2, 9000, plan.portable(key), key) > 1
-    by_shape = replace(plan.choose(key), splits=0)
+    by_shape = split_plan(inputs.params, backend, 0)
+    assert plan.parts(21, 2, 9000, by_shape, cases.key_of(inputs.params, backend == "sm90")) > 1
     graph, out = capture(lambda: cases.attend(inputs, plan=by_shape))
     for lens in (((12, 9000), (9, 6000)), ((12, 12), (9, 300)), ((20, 8999), (1, 1)), ((0, 50), (21, 4100))):
         if dtype == "fp8":
@@ -164,7 +199,28 @@ def test_calls_that_are_split_by_their_shapes_replay_with_other_lengths(dtype: s
         inputs.seq_lens.copy_(torch.tensor([keys for _, keys in lens]))
         out.fill_(float("nan"))
         graph.replay()
-        compare(replace(inputs, params=replace(inputs.params, lens=lens)), out, None, plan.split(key, 8))
+        compare(replace(inputs, params=replace(inputs.params, lens=lens)), out, None, by_shape)
+
+
+@BOTH
+def test_split_calls_of_two_streams(dtype: str) -> None:
+    """Each call owns its table and its scratch."""
+    calls = [
+        make(lens, (8, 1), seed=seed, dtype=dtype)
+        for seed, lens in enumerate((((17, 9000),), ((90, 20000),)))
+    ]
+    plans = [split_plan(x.params, "sm90", splits) for x, splits in zip(calls, (32, 9), strict=True)]
+    expected = [cases.attend(x, plan=chosen_plan) for x, chosen_plan in zip(calls, plans, strict=True)]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        results = []
+        for x, chosen_plan, stream in zip(calls, plans, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append([cases.attend(x, plan=chosen_plan) for _ in range(3)])
+        torch.cuda.synchronize()
+        for got, wanted in zip(results, expected, strict=True):
+            assert all(torch.equal(result, wanted) for result in got)
 
 
 def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

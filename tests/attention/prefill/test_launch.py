@@ -18,7 +18,13 @@ from hpc.attention.prefill.case_lists import prompts
 
 pytestmark = pytest.mark.interpret
 
-SMS = {"portable": 3, "split": 3, "sm90": 3, "sm90 short": 132}  # with many, every tile runs at once
+SMS = {
+    "portable": 3,
+    "split": 3,
+    "sm90": 3,
+    "sm90 short": 132,
+    "sm90 split": 3,
+}  # with many, every tile runs at once
 BACKENDS = pytest.mark.parametrize("backend", SMS)
 
 
@@ -75,7 +81,7 @@ def run(
     )  # fmt: skip
     key, layout = validate.call(arguments)
     key = replace(key, sm90=True, sms=SMS[backend])
-    chosen = plan.sm90(key)
+    chosen = replace(plan.sm90(key), splits=3 if backend == "sm90 split" else 0)
     if backend in ("portable", "split"):
         chosen = replace(
             plan.portable(key), pack=plan.pack_of(key.group, block_m), block_m=block_m, block_n=32,
@@ -120,7 +126,7 @@ SLOW = {
     ("window, HND", "sm90"), ("full", "portable"), ("full", "sm90"), ("cap, sinks, rows behind", "sm90 short"),
     ("cap, sinks, rows behind", "portable"), ("fp8 joint, cap, sinks", "sm90"), ("bf16", "split"), ("full", "split"),
     ("fp8", "sm90 short"), ("bf16", "sm90"), ("window, HND", "split"), ("fp8 joint, cap, sinks", "portable"),
-    ("fp8", "split"),
+    ("fp8", "split"), ("full", "sm90 split"), ("fp8", "sm90 split"), ("window, HND", "sm90 split"),
 }  # fmt: skip
 
 
@@ -198,13 +204,17 @@ def test_later_calls_hand_over_as_many_arguments(backend: str, monkeypatch: pyte
     )  # fmt: skip
     key, layout = validate.call(arguments)
     key = replace(key, sm90=True, sms=SMS[backend])
-    choices = {"portable": plan.portable(key), "split": plan.split(key, 8)}
+    choices = {
+        "portable": plan.portable(key), "split": replace(plan.portable(key), splits=8),
+        "sm90 split": replace(plan.sm90(key), splits=8),
+    }  # fmt: skip
     call = launch.Call(key, choices.get(backend, plan.sm90(key)), 0, layout, None)
     for _ in range(2):
         call.run(
             p.q, p.k, p.v, p.cu_seqlens, p.block_ids, p.seq_lens, arguments.scales, p.sinks, None, None, None
         )
-    assert [len(calls) for calls in seen] == {"sm90 short": [0, 2], "split": [2, 2, 2]}.get(backend, [2, 2])
+    counts = {"sm90 short": [0, 2], "split": [2, 0, 2, 2], "sm90 split": [0, 0, 2, 2]}
+    assert [len(calls) for calls in seen] == counts.get(backend, [2, 2])
     for first, second in (calls for calls in seen if calls):
         assert len(first) == len(second)
         for a, b in zip(first, second, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -72,42 +73,75 @@ def key(**fields: object) -> plan.Key:
     return plan.Key(True, 132, **{**usual, **fields})  # type: ignore[arg-type]
 
 
-def parts(tokens: int, batch: int, capacity: int, key: plan.Key) -> int:
-    return plan.parts(tokens, batch, capacity, plan.portable(key), key)
+def parts(tokens: int, batch: int, reach: int, key: plan.Key) -> int:
+    return plan.parts(tokens, batch, reach, plan.choose(key), key)
 
 
 def test_few_tokens_over_a_long_context_are_split() -> None:
-    assert parts(17, 1, 32768, key()) == 32
-    assert parts(128, 1, 32768, key()) == 8
-    assert parts(256, 1, 32768, key()) == 1, "18 tiles fill a seventh of the machine"
+    """As many parts as fill the machine, of four blocks and more where there are enough keys."""
+    assert parts(17, 1, 131072, key()) == 64
+    assert parts(128, 1, 32768, key()) == 16
+    assert parts(256, 1, 32768, key()) == 8
+    assert parts(1024, 1, 32768, key()) == 2
+    assert parts(2048, 1, 32768, key()) == 1, "128 tiles fill the machine"
     assert parts(17, 1, 4095, key()) == 1, "too few keys"
-    assert parts(8, 8, 32768, key()) == 8
-    assert parts(17, 1, 131072, key(q_heads=64, kv_heads=8)) == 1, "24 tiles of 8 heads"
-    assert parts(17, 1, 131072, key(q_heads=5)) == 8, "three tiles of five heads"
+    assert parts(17, 1, 8192, key()) == 32, "two blocks a part"
+    assert parts(17, 1, 32768, key(q_heads=64, kv_heads=8)) == 8
+    assert parts(68, 4, 32768, key()) == 16
+    assert parts(17, 17, 32768, key()) == 1, "requests that each CTA would have to walk"
+    assert parts(2048, 1, 32768, key(q_heads=5)) == 3, "80 items: two rounds of a third instead of one"
 
 
-def test_every_part_runs_at_once_and_scratch_is_bounded() -> None:
-    for heads, dim, tokens, batch in ((8, 128, 100, 2), (16, 64, 200, 1), (4, 256, 60, 3), (1, 128, 1, 1)):
-        k = key(q_heads=heads, head_dim=dim, v_dim=dim)
+def test_the_portable_kernel_has_few_numbers_of_parts() -> None:
+    for tokens, n in ((17, 32), (128, 8), (300, 1)):
+        assert parts(tokens, 1, 32768, key(tma=False)) == n
+
+
+def test_tiles_of_a_call_have_room() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        lens = [draw.choice((0, 1, 5, 64, 200, 1000)) for _ in range(draw.randint(1, 12))]
+        tokens, tile = sum(lens) + draw.choice((0, 13)), draw.choice((1, 2, 16, 128))
+        tiles = sum(-(-n // tile) for n in lens)
+        assert tiles <= plan.tiles_of(sum(lens), len(lens), tile)
+        assert tiles + -(-(tokens - sum(lens)) // tile) <= plan.bound(tokens, len(lens), tile)
+
+
+@pytest.mark.parametrize("fields", [{}, {"quant_type": 1}, {"tma": False}], ids=["bf16", "fp8", "portable"])
+def test_parts_run_in_two_rounds_at_most_and_scratch_is_bounded(fields: dict[str, Any]) -> None:
+    for heads, tokens, batch in (
+        (8, 100, 2),
+        (16, 200, 1),
+        (5, 60, 3),
+        (5, 2000, 1),
+        (1, 1, 1),
+        (64, 17, 16),
+    ):
+        k = key(q_heads=heads, **fields)
+        chosen = plan.choose(k)
         n = parts(tokens, batch, 65536, k)
-        chosen = plan.split(k, n)
-        assert plan.is_legal(chosen, k) is None
-        items = plan.bound(tokens, batch, chosen.tile_tokens) * (heads // chosen.pack)
-        assert n == 1 or items * n <= k.sms
+        assert plan.is_legal(replace(chosen, splits=n), k) is None
+        items = plan.tiles_of(tokens, batch, chosen.split_tokens) * (heads // chosen.split_pack)
+        assert n == 1 or items * n <= 2 * k.sms
         if n > 1:
-            assert plan.scratch_bytes(tokens, k, n) <= k.sms * chosen.block_m * (dim + 1) * 4
+            assert plan.scratch_bytes(tokens, k, n) <= 2 * k.sms * chosen.block_m * 129 * 4 < 18e6
 
 
-def test_nothing_is_split_unless_asked_for() -> None:
-    assert plan.choose(key()).splits == plan.sm90(key()).splits == plan.portable(key()).splits == 1
-    why = plan.is_legal(replace(plan.sm90(key()), splits=8), key())
-    assert why is not None and "splits" in why
-    assert plan.is_legal(replace(plan.portable(key()), splits=-1), key()) is not None
+def test_a_plan_may_fix_the_number_of_parts() -> None:
+    for k in (key(), key(quant_type=1), key(head_dim=256, v_dim=256), key(tma=False)):
+        chosen = plan.choose(k)
+        assert chosen.splits == 0
+        for n in (1, 2, 64):
+            fixed = replace(chosen, splits=n)
+            assert plan.is_legal(fixed, k) is None and plan.parts(1000, 30, 64, fixed, k) == n
+        for n in (-1, 65):
+            why = plan.is_legal(replace(chosen, splits=n), k)
+            assert why is not None and "splits" in why
 
 
 def test_a_call_is_split_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens and a wide page table, whatever the lengths on the device; another width or more tokens, and it is the
-    usual kernel again. Scratch belongs to the call."""
+    """Few tokens and a wide page table, whatever the lengths on the device; another width, more tokens or a window, and
+    it is the usual kernel again. Scratch belongs to the call."""
     launched: list[tuple[str, tuple[int, int, int]]] = []
 
     class Recorder:
@@ -128,9 +162,9 @@ def test_a_call_is_split_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     k, layout = validate.call(arguments)
     k = replace(k, sm90=True, sms=132)
-    call = launch.Call(k, replace(plan.choose(k), splits=0), 0, layout, None)
+    call = launch.Call(k, plan.choose(k), 0, layout, None)
 
-    def names(tokens: int, width: int) -> list[str]:
+    def names(tokens: int, width: int, call: launch.Call = call) -> list[str]:
         launched.clear()
         q, ids = torch.zeros((tokens, 8, 128)).bfloat16(), torch.zeros((1, width), dtype=torch.int32)
         out, lse = call.run(q, inputs.k, inputs.v, inputs.cu_seqlens, ids, inputs.seq_lens, (None, None, None), None,
@@ -138,16 +172,23 @@ def test_a_call_is_split_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert out.shape == q.shape and lse.shape == q.shape[:2]
         return [name for name, _ in launched]
 
-    split = ["_prefill_schedule_kernel", "_prefill_attention_kernel", "_prefill_combine_kernel"]
-    assert names(17, 64) == split
-    assert [grid[0] for _, grid in launched] == [1, 3 * 32, 17 * 8 // 4]
+    assert names(17, 128) == ["_prefill_sm90_bf16_kernel", "_prefill_combine_kernel"]
+    assert [grid[0] for _, grid in launched] == [2 * 32, 17 * 8]
+    assert names(512, 128) == ["_prefill_sm90_bf16_kernel", "_prefill_combine_kernel"]
+    assert [grid[0] for _, grid in launched] == [33 * 4, 512]
     assert names(17, 63) == names(17, 1) == ["_prefill_sm90_bf16_kernel"]
-    assert names(300, 64) == ["_prefill_sm90_bf16_kernel"]
+    assert names(2100, 64) == ["_prefill_schedule_kernel", "_prefill_sm90_bf16_kernel"]
+    windowed = launch.Call(replace(k, window=True), plan.choose(k), 0, layout, 2000)
+    assert names(17, 128, windowed) == ["_prefill_sm90_bf16_kernel"]
+    portable = launch.Call(k, plan.portable(k), 0, layout, None)
+    split = ["_prefill_schedule_kernel", "_prefill_attention_kernel", "_prefill_combine_kernel"]
+    assert names(17, 64, portable) == split
+    assert [grid[0] for _, grid in launched] == [1, 2 * 32, 17 * 8]
 
 
-def test_the_measured_cases_are_those_that_split() -> None:
+def test_the_measured_cases_are_split() -> None:
     for case in case_lists.split_cases():
         p = case.params
         k = cases.key_of(p, True)
         capacity = max(keys for _, keys in p.lens)
-        assert (parts(p.rows, len(p.lens), capacity, k) > 1) == ("whole" not in case.name), case.name
+        assert parts(p.rows, len(p.lens), capacity, k) > 1, case.name

@@ -133,16 +133,21 @@ def bench_cases() -> tuple[Case, ...]:
 
 @functools.cache
 def split_cases() -> tuple[Case, ...]:
-    """Few new tokens over a long context: what fills few multiprocessors unless keys are cut into parts. Those
-    named "whole" are beyond the border; the last row is what a wide page table costs a short prompt."""
+    """Few new tokens over a long context, which fill few multiprocessors unless keys are cut into parts. In the last
+    rows the page table is wide for the sake of a request without a token: what the parts cost a short prompt."""
     rows: list[Case] = []
     for dtype in ("fp8", "bf16"):
         for tokens, keys in ((17, 8192), (17, 32768), (17, 131072), (128, 8192), (128, 32768), (128, 131072)):
             rows.append(_case(f"{tokens} over {keys // 1024}K", ((tokens, keys),), "bench", (8, 1), dtype))
         rows.append(_case("4x17 over 32K", ((17, 32768),) * 4, "bench", (8, 1), dtype))
-        rows.append(_case("whole 256 over 32K", ((256, 32768),), "bench", (8, 1), dtype))
-        rows.append(_case("whole 17 over 32K", ((17, 32768),), "bench", (64, 8), dtype))
+        rows.append(_case("256 over 32K", ((256, 32768),), "bench", (8, 1), dtype))
+        rows.append(_case("17 over 32K", ((17, 32768),), "bench", (64, 8), dtype))
+        rows.append(_case("128 over 32K", ((128, 32768),), "bench", (64, 8), dtype))
         rows.append(_case("64, 1 over 32K", ((64, 64), (1, 32768)), "bench", (8, 1), dtype))
+        for tokens in (128, 512):
+            rows.append(
+                _case(f"{tokens}, 0 over 32K", ((tokens, tokens), (0, 32768)), "bench", (8, 1), dtype)
+            )
     return tuple(rows)
 
 

@@ -237,9 +237,7 @@ class PrefillOperator:
                 note="BF16: a tile ends before the next one starts",
                 tolerance=_sm90_tolerance,
             ),
-            Provider(
-                "hpc/split8", _split, note="keys of each tile in 8 parts", tolerance=_portable_tolerance
-            ),
+            Provider("hpc/whole", _whole, note="no keys cut into parts", tolerance=_chosen_tolerance),
         ]
         return {p.name: p for p in (*own, *rivals.providers())}
 
@@ -255,9 +253,14 @@ def _portable(inputs: PrefillInputs) -> Any:
     return lambda: attend(inputs, plan=chosen)
 
 
-def _split(inputs: PrefillInputs) -> Any:
-    chosen = plan.split(key_of(inputs.params, sm90=True), 8)
+def _whole(inputs: PrefillInputs) -> Any:
+    key = key_of(inputs.params, sm90=arch.is_hopper(inputs.q.device))
+    chosen = replace(plan.choose(key), splits=1)
     return lambda: attend(inputs, plan=chosen)
+
+
+def _chosen_tolerance(inputs: PrefillInputs) -> Tolerance:
+    return tolerance(inputs.params, plan.choose(key_of(inputs.params, sm90=True)))
 
 
 def _portable_tolerance(inputs: PrefillInputs) -> Tolerance:

@@ -23,12 +23,16 @@ from hpc.attention.prefill.hopper_common import (
     LOG2E,
     await_tile,
     blocks_of,
+    close_no_part,
     close_row,
     first_keys,
+    first_work,
+    item_of,
     mask,
     num_work,
     place_tile,
     producer,
+    rounds_of,
     seen_keys,
     softcap,
     store_tile,
@@ -79,7 +83,7 @@ def _scores(s, scale, cap, C: gl.constexpr):
 def _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, key, last, since, base,
           scale, unit, cap,
           masked, MMA: gl.constexpr, MMO: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Scores of the next block beside O += P V of the present one; `masked` is a number of the run with overlap."""
+    """Scores of the next block beside O += P V of the present one; `masked` is a number of the run with one loop."""
     A: gl.constexpr = gl.DotOperandLayout(0, MMO, 2)
     ks = kc % C.STAGES
     vs = vc % C.STAGES
@@ -92,7 +96,7 @@ def _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc,
     s = _scores(s, scale, cap, C)
     if masked:
         s = mask(s, key, last - base, since - base, C)
-    p32, m, l, shrink = _softmax(s, m, l, unit, True if C.OVERLAP else masked, C)
+    p32, m, l, shrink = _softmax(s, m, l, unit, True if C.ONE_LOOP else masked, C)
     mbarrier.wait(v_full.index(vs), (vc // C.STAGES) & 1)  # complete already: see the module docstring
     o, p32 = warpgroup_mma_wait(0, deps=(o, p32))
     mbarrier.arrive(k_empty.index(ks), count=1)
@@ -111,9 +115,10 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf,
     A: gl.constexpr = gl.DotOperandLayout(0, MMO, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     COLS: gl.constexpr = gl.SliceLayout(0, MMA)
-    cta = gl.program_id(0)
+    cta = item_of(num_ctas, C)
     pdl_wait(C.PDL)
     n_work = num_work(table_ptr, C)
+    cta = first_work(cta, table_ptr, n_work, num_ctas, window, C)
     scale = softmax_scale
     unit = softmax_scale * LOG2E
     if C.CAP:
@@ -121,12 +126,12 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf,
     q = qview.index(WG)
     kc = 0
     vc = 0
-    for it in range((n_work + num_ctas - 1) // num_ctas):
-        w = work_of(it, cta, num_ctas)
+    for it in range(rounds_of(n_work, num_ctas, C)):
+        w = work_of(it, cta, num_ctas, n_work, C)
         if w < n_work:
             row0, tokens, _, first, start, keys = tile_of(table_ptr, w, n_work, C)
             head = (w % C.NH) * C.PACK
-            hi, blocks, top, bottom = blocks_of(tokens, first, start, keys, window, C)
+            hi, blocks, top, bottom = blocks_of(tokens, first, start, keys, window, num_ctas, C)
             last, since = seen_keys(start, first, keys, window, WG, ROWS, C)
             col = gl.arange(0, C.BN, COLS)
 
@@ -146,17 +151,27 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf,
             p32, m, l, _ = _softmax(s, m, l, unit, True, C)
             p = gl.convert_layout(_bf16_pairs(p32), A)
             o = gl.full([64, C.D], 0.0, gl.float32, MMO)
-            for i in range(1, top):
-                p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
-                                   last, since, (hi - 1 - i) * C.BN, scale, unit, cap, True, MMA, MMO, C)  # fmt: skip
-                kc += 1
-                vc += 1
-            for i in range(top, blocks - bottom):
-                p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
-                                   last, since, 0, scale, unit, cap, False, MMA, MMO, C)  # fmt: skip
-                kc += 1
-                vc += 1
-            if C.WINDOW:
+            if C.SPLIT:
+                for i in range(1, blocks):
+                    masked = (i < top) | (i >= blocks - bottom)
+                    p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
+                                       last, since, (hi - 1 - i) * C.BN, scale, unit, cap, masked, MMA, MMO,
+                                       C)  # fmt: skip
+                    kc += 1
+                    vc += 1
+            else:
+                for i in range(1, top):
+                    p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
+                                       last, since, (hi - 1 - i) * C.BN, scale, unit, cap, True, MMA, MMO,
+                                       C)  # fmt: skip
+                    kc += 1
+                    vc += 1
+                for i in range(top, blocks - bottom):
+                    p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
+                                       last, since, 0, scale, unit, cap, False, MMA, MMO, C)  # fmt: skip
+                    kc += 1
+                    vc += 1
+            if C.WINDOW and not C.SPLIT:
                 for i in range(blocks - bottom, blocks):
                     p, o, m, l = _step(q, kview, vview, k_full, k_empty, v_full, v_empty, p, o, m, l, kc, vc, col,
                                        last, since, (hi - 1 - i) * C.BN, scale, unit, cap, True, MMA, MMO,
@@ -171,11 +186,23 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview, obuf,
             mbarrier.arrive(v_empty.index(vs), count=1)
             vc += 1
             total = gl.convert_layout(gl.sum(l, 1), ROWS)
-            factor = close_row(total, m * unit, row0, tokens, head, WG, 1.0, sinks_ptr, lse_ptr, C)
+            factor = close_row(total, m * unit, row0, tokens, head, WG, 1.0, sinks_ptr, lse_ptr, num_ctas, C)
             factor = gl.convert_layout(factor, gl.SliceLayout(1, MMO))
-            out = (o * gl.expand_dims(factor, 1)).to(gl.bfloat16)
+            out = (o * gl.expand_dims(factor, 1)).to(C.OUT)
             store_tile(
-                out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, WG, C
+                out,
+                o_desc,
+                o_ptr,
+                oview,
+                obuf,
+                row0,
+                tokens,
+                head,
+                stride_o_tok,
+                stride_o_head,
+                num_ctas,
+                WG,
+                C,
             )
     tma.store_wait(0)
 
@@ -212,9 +239,10 @@ def _consumer_ahead(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview,
     A: gl.constexpr = gl.DotOperandLayout(0, MMO, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     COLS: gl.constexpr = gl.SliceLayout(0, MMA)
-    cta = gl.program_id(0)
+    cta = item_of(num_ctas, C)
     pdl_wait(C.PDL)
     n_work = num_work(table_ptr, C)
+    cta = first_work(cta, table_ptr, n_work, num_ctas, window, C)
     scale = softmax_scale
     unit = softmax_scale * LOG2E
     if C.CAP:
@@ -233,7 +261,7 @@ def _consumer_ahead(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview,
         kc += 1
         q = qview.index(it % C.QSTAGES * 2 + WG)
         head = (w % C.NH) * C.PACK
-        hi, blocks, top, bottom = blocks_of(tokens, first, start, keys, window, C)
+        hi, blocks, top, bottom = blocks_of(tokens, first, start, keys, window, num_ctas, C)
         last, since = seen_keys(start, first, keys, window, WG, ROWS, C)
         s = _mask_first(_scores(s, scale, cap, C), keys, hi - 1, col, last, since, C)
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
@@ -252,7 +280,7 @@ def _consumer_ahead(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview,
         mbarrier.wait(v_full.index(vs), (vc // C.STAGES) & 1)
         o = warpgroup_mma(p, vview.index(vs), o, is_async=True)
         it += 1
-        w = work_of(it, cta, num_ctas)
+        w = work_of(it, cta, num_ctas, n_work, C)
         next_row0, next_tokens, _, first, start, keys = tile_of(table_ptr, w, n_work, C)
         await_tile(w, n_work, it, kc, q_full, k_full, C)
         s = _first_scores(qview, kview, it, kc, WG, MMA, C)
@@ -260,10 +288,12 @@ def _consumer_ahead(WG: gl.constexpr, o_desc, o_ptr, qview, kview, vview, oview,
         mbarrier.arrive(v_empty.index(vs), count=1)
         vc += 1
         total = gl.convert_layout(gl.sum(l, 1), ROWS)
-        factor = close_row(total, m * unit, row0, tokens, head, WG, 1.0, sinks_ptr, lse_ptr, C)
+        factor = close_row(total, m * unit, row0, tokens, head, WG, 1.0, sinks_ptr, lse_ptr, num_ctas, C)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, MMO))
-        out = (o * gl.expand_dims(factor, 1)).to(gl.bfloat16)
-        store_tile(out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, WG, C)
+        out = (o * gl.expand_dims(factor, 1)).to(C.OUT)
+        store_tile(
+            out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, num_ctas, WG, C
+        )
         row0 = next_row0
         tokens = next_tokens
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -283,7 +313,8 @@ def _prefill_sm90_bf16_kernel(
     """Grid (num_ctas). See the module docstring for roles, `schedule` for the table.
 
     requests: 0 where the table is there, otherwise their number, for `place_tile`; num_ctas is then no less than there
-    are work items. rows: of q; capacity: most keys of a request.
+    are work items. rows: of q; capacity: most keys of a request. SPLIT: requests is not 0, num_ctas are the parts of an
+    item and the grid is (items * num_ctas), o_ptr is fp32 [total * num_ctas, HQ, D], lse_ptr [total * num_ctas, HQ].
 
     q_desc, o_desc [total, HQ, D] in boxes [QT, PACK, 64]; k_desc, v_desc [pages, P, HKV, D] in boxes [1, PB, 1, 64];
     o_ptr bf16 with strides, lse_ptr fp32 [total, HQ], ids_ptr int32 [B, max_pages], sinks_ptr fp32 [HQ].
@@ -316,8 +347,10 @@ def _prefill_sm90_bf16_kernel(
     pdl_launch(C.PDL)
     if requests > 0:
         pdl_wait(C.PDL)
-        place_tile(table_ptr, cu_ptr, seq_ptr, requests, rows, capacity, C)
+        place_tile(table_ptr, cu_ptr, seq_ptr, requests, rows, capacity, num_ctas, C)
         barrier()
+        if C.SPLIT:
+            close_no_part(table_ptr, lse_ptr, num_ctas, window, C)
     gl.warp_specialize(
         [
             (_consumer_ahead if C.OVERLAP else _consumer,

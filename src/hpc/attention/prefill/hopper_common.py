@@ -14,9 +14,25 @@ _NO_KEY = gl.constexpr(1 << 30)
 
 
 @gluon.jit
-def work_of(it, cta, num_ctas):
-    """Work item of a CTA's round: there and back again, so that the heaviest and the lightest tiles of a round meet."""
-    return it * num_ctas + gl.where((it & 1) == 0, cta, num_ctas - 1 - cta)
+def rounds_of(n_work, num_ctas, C: gl.constexpr):
+    if C.SPLIT:
+        rounds = 1
+    else:
+        rounds = (n_work + num_ctas - 1) // num_ctas
+    return rounds
+
+
+@gluon.jit
+def work_of(it, cta, num_ctas, n_work, C: gl.constexpr):
+    """Work item of a CTA's round: there and back again, so that the heaviest and the lightest tiles of a round meet.
+
+    SPLIT: one round, whose item `first_work` gives in the place of the CTA's number.
+    """
+    if C.SPLIT:
+        w = gl.where(it == 0, cta, n_work)
+    else:
+        w = it * num_ctas + gl.where((it & 1) == 0, cta, num_ctas - 1 - cta)
+    return w
 
 
 @gluon.jit
@@ -37,13 +53,32 @@ def tile_of(table_ptr, w, n_work, C: gl.constexpr):
 
 
 @gluon.jit
-def place_tile(table_ptr, cu_ptr, seq_ptr, requests, rows, capacity, C: gl.constexpr):
+def item_of(num_ctas, C: gl.constexpr):
+    """A CTA's number; SPLIT: its work item, whose `num_ctas` CTAs lie side by side."""
+    item = gl.program_id(0)
+    if C.SPLIT:
+        item = item // num_ctas
+    return item
+
+
+@gluon.jit
+def first_work(w, table_ptr, n_work, num_ctas, window, C: gl.constexpr):
+    """A CTA's first work item, w of `item_of`; SPLIT: none (`n_work`) where the parts before it have all blocks."""
+    if C.SPLIT:
+        _, tokens, _, first, start, keys = tile_of(table_ptr, w, n_work, C)
+        _, blocks, _, _ = blocks_of(tokens, first, start, keys, window, num_ctas, C)
+        w = gl.where(blocks > 0, w, n_work)
+    return w
+
+
+@gluon.jit
+def place_tile(table_ptr, cu_ptr, seq_ptr, requests, rows, capacity, num_ctas, C: gl.constexpr):
     """What `schedule` would write for the tile of this CTA, where a CTA has one item at most and no order is needed.
 
     CTAs of one tile write the same. Request number `requests` stands for the rows behind the last one.
     """
     TILE: gl.constexpr = 2 * C.QT
-    tile = gl.program_id(0) // C.NH
+    tile = item_of(num_ctas, C) // C.NH
     at = gl.minimum(gl.maximum(gl.load(cu_ptr), 0), rows)
     total = 0
     for b in range(requests + 1):
@@ -75,8 +110,12 @@ def await_tile(w, n_work, it, kc, q_full, k_full, C: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of(tokens, first, start, keys, window, C: gl.constexpr):
-    """(past-the-end block, blocks, masked ones at the top, masked ones at the bottom); at least one, masked."""
+def blocks_of(tokens, first, start, keys, window, num_ctas, C: gl.constexpr):
+    """(past-the-end block, blocks, masked ones at the top, masked ones at the bottom); at least one, masked.
+
+    SPLIT: those of this CTA's part, which has two or more, or none where the parts before it, from the last block on,
+    have all.
+    """
     hi_key = keys
     whole = keys
     if C.CAUSAL:
@@ -88,8 +127,18 @@ def blocks_of(tokens, first, start, keys, window, C: gl.constexpr):
     if C.WINDOW:
         lo = gl.minimum(gl.maximum(start + first - window + 1, 0) // C.BN, hi - 1)
         bottom = (gl.maximum(start + first + tokens - window, 0) + C.BN - 1) // C.BN - lo
-    top = gl.minimum(gl.maximum(hi - whole // C.BN, 1), hi - lo)
-    return hi, hi - lo, top, gl.minimum(gl.maximum(bottom, 0), hi - lo - top)
+    blocks = hi - lo
+    top = gl.minimum(gl.maximum(hi - whole // C.BN, 1), blocks)
+    bottom = gl.minimum(gl.maximum(bottom, 0), blocks - top)
+    if C.SPLIT:
+        each = gl.maximum((blocks + num_ctas - 1) // num_ctas, 2)
+        skip = gl.minimum(gl.program_id(0) % num_ctas * each, blocks)
+        whole_end = blocks - bottom - skip
+        hi = hi - skip
+        blocks = gl.minimum(blocks - skip, each)
+        top = gl.minimum(gl.maximum(top - skip, 1), blocks)
+        bottom = gl.minimum(gl.maximum(blocks - whole_end, 0), blocks - top)
+    return hi, blocks, top, bottom
 
 
 @gluon.jit
@@ -135,18 +184,19 @@ def producer(q_desc, k_desc, v_desc, qbuf, kbuf, vbuf, q_full, q_empty, k_full, 
              ids_ptr, stride_ids, num_ctas, num_pages, window, C: gl.constexpr):  # fmt: skip
     """One warp: Q of each tile, then its blocks from the last to the first, K one block ahead of V."""
     KH: gl.constexpr = C.KH
-    cta = gl.program_id(0)
+    cta = item_of(num_ctas, C)
     pdl_wait(C.PDL)
     n_work = num_work(table_ptr, C)
+    cta = first_work(cta, table_ptr, n_work, num_ctas, window, C)
     kc = 0
     vc = 0
-    for it in range((n_work + num_ctas - 1) // num_ctas):
-        w = work_of(it, cta, num_ctas)
+    for it in range(rounds_of(n_work, num_ctas, C)):
+        w = work_of(it, cta, num_ctas, n_work, C)
         if w < n_work:
             row0, tokens, b, first, start, keys = tile_of(table_ptr, w, n_work, C)
             head = (w % C.NH) * C.PACK
             h = head // C.G
-            hi, blocks, _, _ = blocks_of(tokens, first, start, keys, window, C)
+            hi, blocks, _, _ = blocks_of(tokens, first, start, keys, window, num_ctas, C)
             ids = ids_ptr + b.to(gl.int64) * stride_ids
             pages = _pages(ids, keys, hi - 1, num_pages, C)
             # Triton keeps a variable across turns only if a trial turn leaves it another value than before the loop.
@@ -210,7 +260,32 @@ def softcap(s, scale, cap, C: gl.constexpr):
 
 
 @gluon.jit
-def close_row(l, m, row0, tokens, head, WG: gl.constexpr, value_scale, sinks_ptr, lse_ptr, C: gl.constexpr):
+def out_row(token, num_ctas, C: gl.constexpr):
+    """Row of the output and the lse. SPLIT: a token has a row for each of its `num_ctas` parts."""
+    row = token.to(gl.int64)
+    if C.SPLIT:
+        row = row * num_ctas + gl.program_id(0) % num_ctas
+    return row
+
+
+@gluon.jit
+def close_no_part(table_ptr, lse_ptr, num_ctas, window, C: gl.constexpr):
+    """SPLIT: the lse of a part without blocks, by the warps that a CTA starts with."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    w = item_of(num_ctas, C)
+    row0, tokens, _, first, start, keys = tile_of(table_ptr, w, num_work(table_ptr, C), C)
+    _, blocks, _, _ = blocks_of(tokens, first, start, keys, window, num_ctas, C)
+    if blocks == 0:
+        row = gl.arange(0, 128, L)
+        token = row // C.PACK
+        at = out_row(token + row0, num_ctas, C) * C.HQ + (w % C.NH) * C.PACK + row % C.PACK
+        gl.store(lse_ptr + at, gl.full([128], float("-inf"), gl.float32, L), mask=token < tokens)
+
+
+@gluon.jit
+def close_row(
+    l, m, row0, tokens, head, WG: gl.constexpr, value_scale, sinks_ptr, lse_ptr, num_ctas, C: gl.constexpr
+):
     """Factor of the accumulated output, 0 for a row without a key; stores the lse. `m`: the exponent that l is relative
     to, in log2 units; both [64] in a layout of rows."""
     L: gl.constexpr = l.type.layout
@@ -228,15 +303,15 @@ def close_row(l, m, row0, tokens, head, WG: gl.constexpr, value_scale, sinks_ptr
     safe = gl.where(empty, 1.0, l)
     if C.LSE:
         lse = gl.where(empty, float("-inf"), (m + gl.log2(safe)) / LOG2E)
-        at = (row0 + token).to(gl.int64) * C.HQ + head + row % C.PACK
+        at = out_row(row0 + token, num_ctas, C) * C.HQ + head + row % C.PACK
         gl.store(lse_ptr + at, lse, mask=token < tokens)
     return gl.where(empty, 0.0, value_scale * shrink / safe)
 
 
 @gluon.jit
-def store_tile(out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, WG: gl.constexpr,
-               C: gl.constexpr):  # fmt: skip
-    """[64, D] bf16 of a consumer to the output: by TMA, or, if it holds rows of no token, row by row."""
+def store_tile(out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, num_ctas,
+               WG: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """[64, D] of a consumer to the output: by TMA, or, if it holds rows of no token, row by row."""
     OH: gl.constexpr = C.OH
     if C.O_TMA:
         if tokens >= (WG + 1) * C.QT:
@@ -247,19 +322,19 @@ def store_tile(out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok
                 corner = [row0 + WG * C.QT, head, half * (C.D // OH)]
                 tma.async_copy_shared_to_global(o_desc, corner, obuf.index(WG * OH + half))
         else:
-            _store_rows(out, o_ptr, row0, tokens, head, stride_o_tok, stride_o_head, WG, C)
+            _store_rows(out, o_ptr, row0, tokens, head, stride_o_tok, stride_o_head, num_ctas, WG, C)
     else:
-        _store_rows(out, o_ptr, row0, tokens, head, stride_o_tok, stride_o_head, WG, C)
+        _store_rows(out, o_ptr, row0, tokens, head, stride_o_tok, stride_o_head, num_ctas, WG, C)
 
 
 @gluon.jit
 def _store_rows(
-    out, o_ptr, row0, tokens, head, stride_o_tok, stride_o_head, WG: gl.constexpr, C: gl.constexpr
+    out, o_ptr, row0, tokens, head, stride_o_tok, stride_o_head, num_ctas, WG: gl.constexpr, C: gl.constexpr
 ):
     L: gl.constexpr = out.type.layout
     row = gl.arange(0, 64, gl.SliceLayout(1, L))
     token = row // C.PACK + WG * C.QT
     col = gl.expand_dims(gl.arange(0, C.D, gl.SliceLayout(0, L)), 0)
-    at = (row0 + token).to(gl.int64) * stride_o_tok + (head + row % C.PACK) * stride_o_head
+    at = out_row(row0 + token, num_ctas, C) * stride_o_tok + (head + row % C.PACK) * stride_o_head
     live = gl.expand_dims(token < tokens, 1) & (col >= 0)
     gl.store(o_ptr + gl.expand_dims(at, 1) + col, out, mask=live)

@@ -28,6 +28,7 @@ class Config(KernelFacts):
     PDL: bool
     BN: int = 128  # keys of a block; 64 with a head dim of 256
     OVERLAP: bool = False  # of a tile's end and the next one's first scores in BF16; FP8 has it always
+    SPLIT: bool = False  # a CTA has a part of a tile's keys; without SINKS, with LSE
 
     @property
     def NH(self) -> int:
@@ -79,8 +80,18 @@ class Config(KernelFacts):
 
     @property
     def O_TMA(self) -> bool:
-        """Whether full tiles leave through shared memory: there is no room beside Q, K and V of a head dim of 256."""
-        return self.D <= 128
+        """Whether full tiles leave through shared memory: there is no room beside Q, K and V of a head dim of 256, and
+        what a part gives is fp32."""
+        return self.D <= 128 and not self.SPLIT
+
+    @property
+    def OUT(self):
+        return gl.float32 if self.SPLIT else gl.bfloat16
+
+    @property
+    def ONE_LOOP(self) -> bool:
+        """Whether BF16 has one loop over a tile's blocks, masked under a branch."""
+        return self.OVERLAP or self.SPLIT
 
     @property
     def O_TILES(self) -> int:

@@ -26,12 +26,16 @@ from hpc.attention.prefill.hopper_common import (
     LOG2E,
     await_tile,
     blocks_of,
+    close_no_part,
     close_row,
     first_keys,
+    first_work,
+    item_of,
     mask,
     num_work,
     place_tile,
     producer,
+    rounds_of,
     seen_keys,
     softcap,
     store_tile,
@@ -87,15 +91,16 @@ def _transposer(vview, tview, v_full, v_empty, t_full, t_empty, table_ptr, num_c
     """Four warps: V [keys, d] to V^T [d, keys], block by block, 64 keys at a time: that takes few registers."""
     MMA2: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     LB: gl.constexpr = gl.DotOperandLayout(1, MMA2, 2)
-    cta = gl.program_id(0)
+    cta = item_of(num_ctas, C)
     pdl_wait(C.PDL)
     n_work = num_work(table_ptr, C)
+    cta = first_work(cta, table_ptr, n_work, num_ctas, window, C)
     vc = 0
-    for it in range((n_work + num_ctas - 1) // num_ctas):
-        w = work_of(it, cta, num_ctas)
+    for it in range(rounds_of(n_work, num_ctas, C)):
+        w = work_of(it, cta, num_ctas, n_work, C)
         if w < n_work:
             _, tokens, _, first, start, keys = tile_of(table_ptr, w, n_work, C)
-            _, blocks, _, _ = blocks_of(tokens, first, start, keys, window, C)
+            _, blocks, _, _ = blocks_of(tokens, first, start, keys, window, num_ctas, C)
             for _ in range(blocks):
                 stage = vc % C.STAGES
                 phase = (vc // C.STAGES) & 1
@@ -271,9 +276,10 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, tview, oview, obuf,
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     COLS: gl.constexpr = gl.SliceLayout(0, MMA)
-    cta = gl.program_id(0)
+    cta = item_of(num_ctas, C)
     pdl_wait(C.PDL)
     n_work = num_work(table_ptr, C)
+    cta = first_work(cta, table_ptr, n_work, num_ctas, window, C)
     key_scale = gl.load(ks_ptr) * softmax_scale
     value_scale = gl.load(vs_ptr)
     none = gl.sum(gl.sum(_by_lane(gl.full([64, 64], 0.0, gl.float32, MMA)), 1), 2)
@@ -296,7 +302,7 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, tview, oview, obuf,
         kc += 1
         q = qview.index(it % 2 * 2 + WG)
         head = (w % C.NH) * C.PACK
-        hi, blocks, top, _ = blocks_of(tokens, first, start, keys, window, C)
+        hi, blocks, top, _ = blocks_of(tokens, first, start, keys, window, num_ctas, C)
         last, since = seen_keys(start, first, keys, window, WG, ROWS, C)
         if C.CAP:
             unit = none + 1.0
@@ -339,7 +345,7 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, tview, oview, obuf,
         mbarrier.wait(t_full.index(vs), (vc // C.STAGES) & 1)
         pv = _pv(p8, tview, vs, 0, MMA)
         it += 1
-        w = work_of(it, cta, num_ctas)
+        w = work_of(it, cta, num_ctas, n_work, C)
         next_row0, next_tokens, b, first, start, keys = tile_of(table_ptr, w, n_work, C)
         pv = warpgroup_mma_wait(0, deps=(pv,))
         even = _plus(even, shrink, pv)
@@ -356,10 +362,12 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, tview, oview, obuf,
         odd = _plus(odd, shrink, pv)
         total = gl.convert_layout(gl.sum(l, 1), ROWS)
         top_exponent = gl.convert_layout(gl.max(m * unit - _OFF, 1), ROWS)
-        factor = close_row(total, top_exponent, row0, tokens, head, WG, value_scale, sinks_ptr, lse_ptr, C)
+        factor = close_row(total, top_exponent, row0, tokens, head, WG, value_scale, sinks_ptr, lse_ptr, num_ctas,
+                           C)  # fmt: skip
         factor = gl.expand_dims(factor, 1)
-        out = gl.join((even * factor).to(gl.bfloat16), (odd * factor).to(gl.bfloat16)).reshape([64, 128])
-        store_tile(out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, WG, C)
+        out = gl.join((even * factor).to(C.OUT), (odd * factor).to(C.OUT)).reshape([64, 128])
+        store_tile(out, o_desc, o_ptr, oview, obuf, row0, tokens, head, stride_o_tok, stride_o_head, num_ctas, WG,
+                   C)  # fmt: skip
         row0 = next_row0
         tokens = next_tokens
         sa, sb = warpgroup_mma_wait(0, deps=(sa, sb))
@@ -413,8 +421,10 @@ def _prefill_sm90_fp8_kernel(
     pdl_launch(C.PDL)
     if requests > 0:
         pdl_wait(C.PDL)
-        place_tile(table_ptr, cu_ptr, seq_ptr, requests, rows, capacity, C)
+        place_tile(table_ptr, cu_ptr, seq_ptr, requests, rows, capacity, num_ctas, C)
         barrier()
+        if C.SPLIT:
+            close_no_part(table_ptr, lse_ptr, num_ctas, window, C)
     gl.warp_specialize(
         [
             (_consumer, (0, o_desc, o_ptr, qview, kview, tview, oview, obuf, q_full, q_empty, k_full, k_empty,

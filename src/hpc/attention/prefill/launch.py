@@ -14,7 +14,7 @@ from hpc.attention.prefill.validate import Layout
 from hpc.common.launch import Kernel, current_device, raw_stream
 
 TILES_A_PROGRAM, REQUESTS_A_STEP = 32, 64  # of the schedule
-ROWS_A_PROGRAM = 4  # of the joining of parts
+PARTS_A_PROGRAM = 64  # of the joining: parts times rows
 
 # q, k, v, output, lse, table, block_ids, qscale, kscale, vscale, sinks; None: not used
 Tensors = tuple[Any, ...]
@@ -30,11 +30,11 @@ def addresses(tensors: Tensors) -> list[int]:
 
 
 class Call:
-    """The launches of one call signature on one device: the tile table, then attention; attention alone if it is short;
-    a split one ends with the joining of its parts.
+    """The launches of one call signature on one device: the tile table, then attention; attention alone if it is short
+    or split on SM90; a split one ends with the joining of its parts.
 
-    Holds no memory of the GPU. `run` allocates the table of the call, so the caching allocator ties it to the current
-    stream.
+    Holds no memory of the GPU. `run` allocates the table and the scratch of the call, so the caching allocator ties
+    them to the current stream.
     """
 
     def __init__(
@@ -46,26 +46,17 @@ class Call:
         self.pdl = key.sm90
         self.paged = key.page_size > 0
         self.tile_tokens = chosen.tile_tokens
-        self._window = window
-        self._portable_plan = plan.portable(key)
-        self._split_calls: dict[int, Call] = {}  # by parts
         self._most = plan.heaviest(window, self.tile_tokens, chosen.block_n)
+        self._reach = plan.LONGEST if window is None else window + chosen.split_tokens
+        self._split: dict[int, Any] = {}  # attention by parts, or for any number of them
+        self._joins: dict[int, Any] = {}  # by the parts that there is room for
         self._schedule = self._schedule_kernel()
         if chosen.backend == "sm90":
             self._attend = self._attend_short = self._sm90(chosen.pack, chosen.overlap)
             if chosen.short_kernel:
                 self._attend_short = self._sm90(chosen.short_pack, False)
         else:
-            self._attend = self._portable()
-        self._combine = self._combine_kernel() if chosen.splits > 1 else None
-
-    def of_parts(self, parts: int) -> Call:
-        """The same call, each tile's keys in so many parts."""
-        found = self._split_calls.get(parts)
-        if found is None:
-            chosen = plan.split(self.key, parts)
-            found = self._split_calls[parts] = Call(self.key, chosen, self.index, self.layout, self._window)
-        return found
+            self._attend = self._portable(1)
 
     def run(
         self,
@@ -83,16 +74,16 @@ class Call:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Launch on the current stream of the tensors' device; the output, with the lse if the key asks for it."""
         tokens, batch = q.shape[0], seq_lens.shape[0]
-        if self.plan.splits == 0:
-            capacity = tokens if block_ids is None else self.capacity(block_ids)
-            parts = plan.parts(tokens, batch, capacity, self._portable_plan, self.key)
-            if parts > 1:
-                given = (q, k, v, cu_seqlens, block_ids, seq_lens, scales, sinks, scale, cap, out)
-                return self.of_parts(parts).run(*given)
-        short = plan.is_short(tokens, batch, self.plan, self.key)
-        tiles = plan.bound(tokens, batch, self.plan.short_tokens if short else self.tile_tokens)
-        words = plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS
-        table = cu_seqlens.new_empty(words)
+        parts = self.plan.splits
+        if parts != 1:
+            reach = tokens if block_ids is None else min(self.capacity(block_ids), self._reach)
+            parts = plan.parts(tokens, batch, reach, self.plan, self.key)
+        short = parts == 1 and plan.is_short(tokens, batch, self.plan, self.key)
+        tile_tokens = self.plan.short_tokens if short else self.tile_tokens
+        if parts > 1:
+            tile_tokens = self.plan.split_tokens
+        tiles = plan.bound(tokens, batch, tile_tokens)
+        table = cu_seqlens.new_empty(plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS)
         if out is None:
             out = q.new_empty((tokens, self.key.q_heads, self.key.v_dim), dtype=torch.bfloat16)
         lse = q.new_empty((tokens, self.key.q_heads), dtype=torch.float32) if self.key.return_lse else None
@@ -101,31 +92,45 @@ class Call:
         cap = 1.0 if cap is None else cap
         stream = raw_stream(self.index)
         if current_device() == self.index:
-            self.launch(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap, short)
+            self.launch(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap, short, parts)
         else:
             with torch.cuda.device(self.index):
-                self.launch(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap, short)
+                self.launch(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap, short, parts)
         return out if lse is None else (out, lse)
 
     def launch(
         self, stream: int, tensors: Tensors, cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, tiles: int,
-        scale: float, cap: float, short: bool = False,
+        scale: float, cap: float, short: bool = False, parts: int = 1,
     ) -> None:  # fmt: skip
-        """All launches of the call, on a stream of the current device; `short` as `plan.is_short` says."""
-        if short:
-            self._attend_short(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap, True)
-            return
-        self._schedule(stream, tensors, cu_seqlens, seq_lens, tiles)
-        if self._combine is None:
-            self._attend(stream, tensors, cu_seqlens, seq_lens, tiles, scale, cap)
-            return
-        q, k, v, out, lse, *rest, sinks = tensors
-        rows = q.shape[0] * self.plan.splits
-        part_o = q.new_empty((rows, self.key.q_heads, self.key.v_dim), dtype=torch.float32)
-        part_lse = q.new_empty((rows, self.key.q_heads), dtype=torch.float32)
-        parts = (q, k, v, part_o, part_lse, *rest, None)
-        self._attend(stream, parts, cu_seqlens, seq_lens, tiles, scale, cap)
-        self._combine(stream, (out, lse, part_o, part_lse, sinks))
+        """All launches of the call, on a stream of the current device; `short` and `parts` as the plan says."""
+        given = (cu_seqlens, seq_lens, tiles, scale, cap)
+        if parts > 1:
+            self._launch_parts(stream, tensors, given, parts)
+        elif short:
+            self._attend_short(stream, tensors, *given, True)
+        else:
+            self._schedule(stream, tensors, cu_seqlens, seq_lens, tiles)
+            self._attend(stream, tensors, *given)
+
+    def _launch_parts(self, stream: int, tensors: Tensors, given: tuple[Any, ...], parts: int) -> None:
+        q, out, lse, sinks = tensors[0], tensors[3], tensors[4], tensors[10]
+        rows, key = q.shape[0] * parts, self.key
+        part_o = q.new_empty((rows, key.q_heads, key.v_dim), dtype=torch.float32)
+        part_lse = q.new_empty((rows, key.q_heads), dtype=torch.float32)
+        if self.plan.backend == "sm90":
+            if not self._split:
+                self._split[0] = self._sm90(self.plan.split_pack, False, split=True)
+            self._split[0](stream, tensors, *given, True, parts, (part_o, part_lse))
+        else:
+            if parts not in self._split:
+                self._split[parts] = self._portable(parts)
+            self._schedule(stream, tensors, *given[:3])
+            scratch = (*tensors[:3], part_o, part_lse, *tensors[5:10], None)
+            self._split[parts](stream, scratch, *given)
+        room = 8 if parts <= 8 else plan.MOST_SPLITS
+        if room not in self._joins:
+            self._joins[room] = self._combine_kernel(room)
+        self._joins[room](stream, (out, lse, part_o, part_lse, sinks), parts)
 
     def capacity(self, block_ids: torch.Tensor) -> int:
         """Keys of a request at most."""
@@ -154,7 +159,7 @@ class Call:
 
         return place
 
-    def _portable(self) -> Any:
+    def _portable(self, parts: int) -> Any:
         from hpc.attention.prefill import kernels
 
         key, chosen, layout = self.key, self.plan, self.layout
@@ -165,14 +170,14 @@ class Call:
             launch_pdl=self.pdl,
         )
         wide = self.paged and max(*layout.k[:2], *layout.v[:2]) * key.page_size >= 2**31
-        split = chosen.splits > 1
+        split = parts > 1
         out_strides = (key.q_heads * key.v_dim, key.v_dim) if split else layout.out
         strides = (*layout.q, *layout.k, *layout.v, *out_strides)
         fixed = (
             key.q_heads, key.kv_heads, key.head_dim, key.v_dim, key.page_size, chosen.pack, chosen.block_m,
             chosen.block_n, max(16, power_of_two(key.head_dim)), max(16, power_of_two(key.v_dim)), key.quant_type,
             layout.kscale_row, key.causal, key.window, key.logit_cap, key.sinks and not split, key.return_lse or split,
-            wide, chosen.stages, max(chosen.splits, 1), self.pdl, False,
+            wide, chosen.stages, parts, self.pdl, False,
         )  # fmt: skip
         as_bytes = key.fp8 and not key.sm90  # older GPUs have no e4m3 conversion
         head_blocks = key.q_heads // chosen.pack
@@ -185,7 +190,7 @@ class Call:
             ids = 0 if block_ids is None else block_ids.stride(0)
             pointers: Any = addresses(tensors) if kernel.compiled else typed(tensors)
             numbers = (layout.num_pages, scale, cap, self.window, ids, *strides, *qs, *layout.kscale)
-            grid = (tiles * head_blocks * max(chosen.splits, 1), 1, 1)
+            grid = (tiles * head_blocks * parts, 1, 1)
             kernel(grid, stream, (*pointers, *numbers, *fixed))
 
         def typed(tensors: Tensors) -> list[Any]:
@@ -199,35 +204,36 @@ class Call:
 
         return attend
 
-    def _combine_kernel(self) -> Any:
+    def _combine_kernel(self, room: int) -> Any:
+        """Joining of `room` parts at most."""
         from hpc.attention.prefill import combine
 
-        key, splits, layout = self.key, self.plan.splits, self.layout
+        key, layout, at_once = self.key, self.layout, PARTS_A_PROGRAM // room
         kernel = Kernel(
-            combine._prefill_combine_kernel, "attention_prefill", num_warps=4, launch_pdl=self.pdl
-        )
+            combine._prefill_combine_kernel, "attention_prefill", num_warps=4 if key.v_dim <= 128 else 8,
+            launch_pdl=self.pdl,
+        )  # fmt: skip
         fixed = (
-            key.q_heads, key.v_dim, splits, ROWS_A_PROGRAM, power_of_two(key.v_dim), key.sinks, key.return_lse,
-            self.pdl, False,
+            key.q_heads, key.v_dim, at_once, room, power_of_two(key.v_dim), key.sinks, key.return_lse, self.pdl, False,
         )  # fmt: skip
 
-        def join(stream: int, tensors: Tensors) -> None:
+        def join(stream: int, tensors: Tensors, parts: int) -> None:
             rows = tensors[0].shape[0] * key.q_heads
             pointers: Any = [tensors[2] if tensor is None else tensor for tensor in tensors]
             if kernel.compiled:
                 pointers = addresses(tensors)
-            kernel((-(-rows // ROWS_A_PROGRAM), 1, 1), stream, (*pointers, rows, *layout.out, *fixed))
+            kernel((-(-rows // at_once), 1, 1), stream, (*pointers, rows, parts, *layout.out, *fixed))
 
         return join
 
-    def _sm90(self, pack: int, overlap: bool) -> Any:
+    def _sm90(self, pack: int, overlap: bool, split: bool = False) -> Any:
         from hpc.attention.prefill import hopper
 
         key, chosen, layout = self.key, self.plan, self.layout
         config = hopper.Config(
             D=key.head_dim, P=key.page_size, PACK=pack, HQ=key.q_heads, HKV=key.kv_heads, STAGES=chosen.stages,
-            FP8=key.fp8, CAUSAL=key.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=key.sinks, LSE=key.return_lse,
-            PDL=self.pdl, BN=chosen.block_n, OVERLAP=overlap,
+            FP8=key.fp8, CAUSAL=key.causal, WINDOW=key.window, CAP=key.logit_cap, SINKS=key.sinks and not split,
+            LSE=key.return_lse or split, PDL=self.pdl, BN=chosen.block_n, OVERLAP=overlap, SPLIT=split,
         )  # fmt: skip
         fn: Any = hopper._prefill_sm90_bf16_kernel
         if key.fp8:
@@ -241,16 +247,17 @@ class Call:
         o_box = [config.QT, config.PACK, config.O_COLS // config.OH]
         smem = (config.Q_BOX, config.KV_BOX, config.KV_BOX, config.O_BOX)
         strides = ([*layout.q, 1], [*layout.k, 1], [*layout.v, 1], [*layout.out, 1])
+        out_strides = (key.q_heads * key.v_dim, key.v_dim) if split else layout.out
 
         def attend(
             stream: int, tensors: Tensors, cu: torch.Tensor, lens: torch.Tensor, tiles: int, scale: float, cap: float,
-            short: bool = False,
+            short: bool = False, parts: int = 1, scratch: tuple[Any, Any] | None = None,
         ) -> None:  # fmt: skip
             q, k, v, out, lse, table, block_ids, qscale, kscale, vscale, sinks = tensors
             rows = [q.shape[0], key.q_heads, key.head_dim]
             described = tuple(zip((q, k, v, out), (rows, kv_shape, kv_shape, rows), strides, strict=True))
             scales = (qscale, kscale, vscale) if key.fp8 else ()
-            rest = (out, lse, table, cu, lens, block_ids, sinks, *scales)
+            rest = (*(scratch or (out, lse)), table, cu, lens, block_ids, sinks, *scales)
             if kernel.compiled:  # raw addresses spare the launcher a driver query a pointer
                 descs: Any = ()
                 for number, (tensor, shape, steps) in enumerate(described):
@@ -265,11 +272,12 @@ class Call:
                 pointers = (*descs, *(table if x is None else x for x in rest))
             qs = () if qscale is None else (*qscale.stride()[:2], qscale.shape[2])
             ctas = min(key.sms, tiles * config.NH)
+            grid = tiles * config.NH * parts if split else ctas
             requests = lens.shape[0] if short else 0
             numbers = (
-                requests, rows[0], self.capacity(block_ids), block_ids.stride(0), ctas, layout.num_pages, self.window,
-                scale, cap, *layout.out, *qs,
+                requests, rows[0], self.capacity(block_ids), block_ids.stride(0), parts if split else ctas,
+                layout.num_pages, self.window, scale, cap, *out_strides, *qs,
             )  # fmt: skip
-            kernel((ctas, 1, 1), stream, (*pointers, *numbers, config))
+            kernel((grid, 1, 1), stream, (*pointers, *numbers, config))
 
         return attend

@@ -6,17 +6,22 @@ Pure Python on integers and flags; nothing here touches a tensor or a device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 HEADER_WORDS = 8
 ENTRY_WORDS = 8
 LONGEST = 2**31 - 1 - 1024  # keys of a request: block ends stay in 32 bits
 
-# Where `Plan.splits` is 0, only calls that may gain much are split: each tile into SPLITS parts, which all run at once,
-# while the part of the machine that they fill unsplit is an eighth at most; and the page table has room for SPLIT_KEYS.
-SPLITS = (32, 8)
+# Where `Plan.splits` is 0, calls are split whose page table has room for SPLIT_KEYS, if that gains a quarter of the
+# time at least: see `parts`. The portable kernel is compiled for each number of parts, so it has few.
 SPLIT_KEYS = 4096
+MOST_SPLITS = 64
+PORTABLE_SPLITS = (32, 8)
+SPLIT_REQUESTS = 16  # at most: each CTA walks them all
+# What a CTA takes beside its blocks of keys, and what joining takes, in the time of a block (1.3 to 1.5 us)
+_START, _JOIN = 4, 3
 
 TMA_HEAD_DIMS = (64, 128, 256)
 TMA_PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -64,8 +69,8 @@ class Plan:
     # Pack of calls whose tiles all run at once, 0 for the same way for all: each CTA then finds its own tile, without
     # the launch of the schedule.
     short_pack: int = 0
-    # Parts that the keys of each tile are cut into; their results are joined by one more launch. 0: whole, or by
-    # `split` where `parts` says so, call by call.
+    # Parts that the keys of each tile are cut into; their results are joined by one more launch. 0: as `parts` says,
+    # call by call.
     splits: int = 1
     # BF16 on SM90: finish a tile while the first scores of the next one are under way.
     overlap: bool = False
@@ -78,6 +83,16 @@ class Plan:
     def short_tokens(self) -> int:
         """Tokens of a tile of a short call."""
         return self.block_m // self.short_pack
+
+    @property
+    def split_pack(self) -> int:
+        """Heads of a tile that is cut into parts on SM90: as many as of a short call."""
+        return self.short_pack or self.pack
+
+    @property
+    def split_tokens(self) -> int:
+        """Tokens of a tile that is cut into parts."""
+        return self.block_m // self.split_pack
 
     @property
     def short_kernel(self) -> bool:
@@ -100,12 +115,10 @@ def is_legal(plan: Plan, key: Key) -> str | None:
     sizes = (plan.block_m, plan.block_n)
     if any(size < 16 or size & (size - 1) for size in sizes) or plan.block_m % plan.pack:
         return f"tile {sizes}: sides must be powers of two from 16 on, and hold the packed heads"
-    if plan.splits < 0 or plan.splits > 64:
-        return f"{plan.splits} splits: 0 to 64"
+    if plan.splits < 0 or plan.splits > MOST_SPLITS:
+        return f"{plan.splits} splits: 0 to {MOST_SPLITS}"
     if plan.backend == "portable":
         return "the portable kernel has no overlap" if plan.overlap else None
-    if plan.splits > 1:
-        return "the SM90 kernel has no splits"
     if not key.sm90:
         return "backend sm90 on another GPU"
     if key.page_size not in TMA_PAGE_SIZES:
@@ -129,32 +142,41 @@ def is_legal(plan: Plan, key: Key) -> str | None:
 
 
 def choose(key: Key) -> Plan:
-    """The plan for a call: the SM90 kernel where it is legal.
-
-    Nothing is split: a page table is mostly as wide as the longest context that a server takes, so every short prompt
-    would pay for splits too.
-    """
+    """The plan for a call: the SM90 kernel where it is legal."""
     chosen = sm90(key)
     return chosen if is_legal(chosen, key) is None else portable(key)
 
 
-def split(key: Key, parts: int) -> Plan:
-    """The portable kernel for a call cut into `parts`."""
-    return replace(portable(key), splits=parts)
+def parts(tokens: int, batch: int, reach: int, chosen: Plan, key: Key) -> int:
+    """Parts that the tiles of a call are cut into. `reach`: keys that a token may see by the page table's width and the
+    window; the lengths are on the device, so a short context in a wide table is cut up too."""
+    if chosen.splits or reach < SPLIT_KEYS or batch > SPLIT_REQUESTS:
+        return max(chosen.splits, 1)
+    pack = chosen.split_pack
+    items = tiles_of(tokens, batch, chosen.split_tokens) * (key.q_heads // pack)
+    if chosen.backend == "portable":
+        return next((n for n in PORTABLE_SPLITS if items * n <= key.sms), 1)
+    return _parts(items, -(-reach // chosen.block_n), key.sms)
 
 
-def parts(tokens: int, batch: int, capacity: int, chosen: Plan, key: Key) -> int:
-    """Parts for `split` where the plan of a call leaves that open. `capacity`: keys that the page table has room for;
-    `chosen`: the portable kernel."""
-    if capacity < SPLIT_KEYS:
-        return 1
-    items = bound(tokens, batch, chosen.tile_tokens) * (key.q_heads // chosen.pack)
-    return next((n for n in SPLITS if items * n <= key.sms), 1)
+@lru_cache(maxsize=4096)
+def _parts(items: int, blocks: int, sms: int) -> int:
+    """The number of parts with the least estimated time, in blocks, for items of so many blocks on `sms` CTAs at once.
+
+    Scratch stays within two rounds of CTAs: items * parts <= 2 sms, see `scratch_bytes`.
+    """
+
+    def time(n: int) -> int:
+        each = blocks if n == 1 else max(-(-blocks // n), 2)
+        return -(-items * n // sms) * (_START + each) + _JOIN * (n > 1)
+
+    best = min((n for n in range(1, MOST_SPLITS + 1) if n == 1 or items * n <= 2 * sms), key=time)
+    return best if 4 * time(best) <= 3 * time(1) else 1
 
 
 def scratch_bytes(tokens: int, key: Key, splits: int) -> int:
-    """Results of the parts of a call and their lse, in fp32. Where `parts` chose, 8.7 MB at most on 132 multiprocessors
-    with a head dim of 128: items * splits <= sms, and an item has `block_m` rows."""
+    """Results of the parts of a call and their lse, in fp32. Where `parts` chose, 2 * sms * block_m * (v_dim + 1) * 4
+    at most, 17 MB on 132 multiprocessors with a head dim of 128: an item has `block_m` rows."""
     return tokens * splits * key.q_heads * (key.v_dim + 1) * 4
 
 
@@ -167,7 +189,7 @@ def sm90(key: Key) -> Plan:
     most = pack_of(key.group, 64)
     wide = key.head_dim > 128
     overlap = not key.fp8 and not wide
-    return Plan("sm90", most if key.fp8 else 1, 128, 64 if wide else 128, 4, 2, most, overlap=overlap)
+    return Plan("sm90", most if key.fp8 else 1, 128, 64 if wide else 128, 4, 2, most, 0, overlap)
 
 
 def portable(key: Key) -> Plan:
@@ -177,14 +199,19 @@ def portable(key: Key) -> Plan:
     # the next one's copies run under this one's products. GPUs between SM80 and SM90 may have 99 KiB only, too little
     # for three blocks of 64 keys of 256.
     small = wide and not key.sm90
-    return Plan(
-        "portable", pack_of(key.group, 16), 64 if wide else 128, 32 if small else 64, 8, 2 if small else 3
-    )
+    pack, stages = pack_of(key.group, 16), 2 if small else 3
+    return Plan("portable", pack, 64 if wide else 128, 32 if small else 64, 8, stages, splits=0)
+
+
+def tiles_of(tokens: int, batch: int, tile_tokens: int) -> int:
+    """Tiles of so many requests at most: ceil(n / t) = floor((n + t - 1) / t), and a sum of floors is no more than the
+    floor of the sum."""
+    return (tokens + batch * (tile_tokens - 1)) // tile_tokens
 
 
 def bound(tokens: int, batch: int, tile_tokens: int) -> int:
     """Tiles of a call at most, the rows behind the last request counted as one request more."""
-    return tokens // tile_tokens + batch + 1
+    return tiles_of(tokens, batch + 1, tile_tokens)
 
 
 def is_short(tokens: int, batch: int, plan: Plan, key: Key) -> bool:

@@ -88,3 +88,5 @@ def compile_shape(params: PrefillCase, target: str) -> None:
     with compiling_for(target):
         for short in (False, True)[: 1 + call.plan.short_kernel]:
             call.launch(0, tensors, x.cu_seqlens, x.seq_lens, 1, call.default_scale, 1.0, short)
+        for parts in (8, 32):
+            call.launch(0, tensors, x.cu_seqlens, x.seq_lens, 1, call.default_scale, 1.0, parts=parts)
