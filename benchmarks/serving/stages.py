@@ -28,6 +28,21 @@ def stage_of(kernel: str) -> str:
     return next((stage for stage, pattern in STAGES if re.search(pattern, kernel)), "other")
 
 
+def alone(runs: Iterable[tuple[str, float, float]]) -> dict[str, tuple[float, int]]:
+    """(time, launches) of each kernel of runs (name, start, end), each instant counted once.
+
+    A kernel that is launched before its predecessor ends stands waiting for it, so an instant belongs to the kernel
+    that has been there longest. The sum is the time in which the GPU is busy.
+    """
+    found: dict[str, tuple[float, int]] = {}
+    until = float("-inf")
+    for name, start, end in sorted(runs, key=lambda run: run[1:]):
+        time, launches = found.get(name, (0.0, 0))
+        found[name] = (time + max(0.0, end - max(start, until)), launches + 1)
+        until = max(until, end)
+    return found
+
+
 def by_stage(kernels: Iterable[list[Any]]) -> dict[str, float]:
     """Microseconds of each stage of rows [name, microseconds, launches]."""
     times: dict[str, float] = {}

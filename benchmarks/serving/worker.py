@@ -183,12 +183,17 @@ class Engine:
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as record
 
+        from serving.stages import alone
+
         def kernels(recorded: Any, count: int) -> list[list[Any]]:
-            rows = [
-                [event.key, event.self_device_time_total / count, event.count / count]
-                for event in recorded.key_averages() if event.self_device_time_total > 0
+            runs = [
+                (event.name, event.time_range.start, event.time_range.end)
+                for event in recorded.events() if event.device_type == self.torch.autograd.DeviceType.CUDA
             ]  # fmt: skip
-            return sorted(([n[:160], round(t, 3), round(c, 2)] for n, t, c in rows), key=lambda row: -row[1])
+            rows = [
+                [name[:160], round(t / count, 3), round(n / count, 2)] for name, (t, n) in alone(runs).items()
+            ]
+            return sorted(rows, key=lambda row: -row[1])
 
         self.clear()
         requests = self.requests(lens, seed)

@@ -139,6 +139,12 @@ def test_ngrams_of_fed_tokens(serving_path: None) -> None:
     assert worker.NGrams.of(types.SimpleNamespace(), steps) is None
 
 
+def test_overlapping_kernels_are_counted_once(serving_path: None) -> None:
+    stages = importlib.import_module("serving.stages")
+    runs = [("late", 8.0, 20.0), ("first", 0.0, 10.0), ("within", 2.0, 4.0), ("late", 25.0, 26.0)]
+    assert stages.alone(runs) == {"first": (10.0, 1), "within": (0.0, 1), "late": (11.0, 2)}
+
+
 @pytest.fixture
 def serving_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
