@@ -87,7 +87,7 @@ def fused_experts(dispatch_output: Any, quant_info: Any, runner_config: Any) -> 
     else:
         output = hpc.fuse_moe(
             x, quant_info.w13_weight, quant_info.w2_weight, quant_info.gate_up_alphas, quant_info.down_alphas,
-            quant_info.w2_input_scale.reshape(1).reciprocal(), *routing, input_scale=quant_info.w13_input_scale.reshape(1),
-            routed_scaling_factor=scaling,
+            quant_info.w2_input_scale.reshape(1).reciprocal(), *routing,
+            input_scale=quant_info.w13_input_scale.reshape(1), routed_scaling_factor=scaling,
         )  # fmt: skip
     return standard.StandardCombineInput(hidden_states=output)
