@@ -19,8 +19,8 @@ import workers
 
 CTAS = 3  # fewer than tiles: a CTA takes several
 
-# Name -> (fields of the inputs, fields of the plan, whether each CTA places its own tile). With `splits` in the plan
-# each does, and a second kernel joins.
+# Name -> (fields of the inputs, fields of the plan, whether each CTA places its own tile). With `splits` in the plan a
+# second kernel joins.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "fp8": ({"lens": ((20, 150), (3, 40)), "heads": (4, 1)}, {}, False),
     "bf16": ({"lens": ((70, 200), (128, 128), (130, 140)), "heads": (2, 1), "dtype": "bf16"}, {}, False),
@@ -44,6 +44,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "bf16 split": (
         {"lens": ((20, 700), (1, 640), (0, 5), (3, 0)), "heads": (4, 1), "dtype": "bf16", "extra_rows": 3},
         {"splits": 4}, True),
+    "fp8 split, table": ({"lens": ((20, 700), (1, 640), (3, 0)), "heads": (4, 1), "extra_rows": 3}, {"splits": 3},
+                         False),
     "fp8 split": ({"lens": ((20, 700), (1, 640), (0, 5), (3, 0)), "heads": (4, 1), "extra_rows": 3},
                   {"splits": 4}, True),
     "bf16 split, window, sinks, page 16": (
@@ -105,6 +107,8 @@ def attend(inputs: Any, plan_fields: dict[str, Any], short: bool) -> tuple[Any, 
     call = launch.Call(key, chosen, 0, layout, p.window)
     parts = max(chosen.splits, 1)
     tile_tokens = chosen.short_tokens if short else chosen.tile_tokens
+    if parts > 1:
+        tile_tokens = chosen.split_tokens
     table, tiles = table_of(inputs, tile_tokens, chosen.block_n)
     if short:
         table.fill_(-(2**31))
@@ -121,7 +125,8 @@ def attend(inputs: Any, plan_fields: dict[str, Any], short: bool) -> tuple[Any, 
         short and parts == 1,
         parts,
     )
-    return run(call, given)
+    with mock.patch.object(plan, "PLACED_REQUESTS", 16 if short else 0):
+        return run(call, given)
 
 
 def table_of(inputs: Any, tile_tokens: int, block_n: int) -> tuple[Any, int]:
@@ -167,6 +172,10 @@ def run(call: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
     return tuple(memory.get(at[id(t)][0], t) for t in tensors[3:5])  # type: ignore[return-value]
 
 
+def no_launch(*args: Any) -> None:
+    """In the place of the schedule."""
+
+
 def recorded(call: Any, given: tuple[Any, ...]) -> list[tuple[str, Any, tuple[Any, ...]]]:
     """(PTX, grid, arguments) of each launch of an attention kernel; the table is there already."""
     import triton
@@ -189,7 +198,8 @@ def recorded(call: Any, given: tuple[Any, ...]) -> list[tuple[str, Any, tuple[An
         compiling_for("sm90"),
         mock.patch.object(triton.knobs.compilation, "listener", listener),
         mock.patch.object(Kernel, "_first_call", record),
-        mock.patch.object(call, "_schedule", lambda *args: None),
+        mock.patch.object(call, "_schedule_kernel", lambda *args: no_launch),
+        mock.patch.object(call, "_schedule", no_launch),
     ):
         call.launch(0, *given)
     return [(text, *launched) for text, launched in zip(texts, launches, strict=True)]

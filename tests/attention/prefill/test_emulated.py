@@ -29,10 +29,11 @@ def run(
     instead: Any = None,
     short: bool = False,
     parts: int = 1,
+    placed: bool = True,
     **fields: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, lse) of the kernel that the SM90 plan would launch, with the largest pack, or with other `fields`; parts
-    are joined."""
+    are joined. `placed`: CTAs of parts find their tile themselves."""
     from hpc.attention.prefill import hopper, hopper_fp8
 
     p = inputs.params
@@ -48,13 +49,15 @@ def run(
     )  # fmt: skip
     out = torch.full((*inputs.q.shape[:2], p.head_dim), math.nan).bfloat16()
     lse = torch.full(inputs.q.shape[:2], math.nan)
-    if short or split:
-        tiles = plan.bound(inputs.q.shape[0], len(p.lens), chosen.tile_tokens)
+    tiles = plan.bound(inputs.q.shape[0], len(p.lens), chosen.tile_tokens)
+    placed = short or (split and placed)
+    if placed:
         words = torch.full((plan.HEADER_WORDS + tiles * plan.ENTRY_WORDS,), INT_MIN, dtype=torch.int32)
-        ctas = tiles * config.NH * parts
     else:
         words = table(inputs, chosen.tile_tokens, chosen.block_n)
         assert entries(words)
+    if placed or split:
+        ctas = tiles * config.NH * parts
     q_box, kv_box = [config.QT, config.PACK, config.DB], [1, config.PB, 1, config.DB]
     descs = (
         Desc(inputs.q, q_box), Desc(inputs.k, kv_box), Desc(inputs.v, kv_box),
@@ -69,7 +72,7 @@ def run(
         Ptr(x) for x in (to, to_lse, words, inputs.cu_seqlens, inputs.seq_lens, inputs.block_ids, sinks)
     ]
     numbers: list[Any] = [
-        len(p.lens) if short or split else 0, inputs.q.shape[0], inputs.block_ids.shape[1] * p.page_size,
+        len(p.lens) if placed else 0, inputs.q.shape[0], inputs.block_ids.shape[1] * p.page_size,
         inputs.block_ids.stride(0), parts if split else ctas, inputs.k.shape[0], p.window or 0,
         p.head_dim**-0.5, p.logit_cap or 1.0, *to.stride()[:2],
     ]  # fmt: skip
@@ -213,8 +216,8 @@ def test_parts_of_the_keys_join_to_the_whole(shape: str) -> None:
     """Requests of many parts, of one, of one token, without tokens or keys; rows behind the last; parts that end inside
     the diagonal, at the window's edge, and that have no block."""
     lens = ((140, 900), (1, 70), (0, 5), (3, 0), (1, 640), (9, 6))
-    for parts in (2, 5):
-        check(make(lens, device="cpu", **SPLIT[shape]), parts=parts)
+    for parts, placed in ((2, True), (5, False)):
+        check(make(lens, device="cpu", **SPLIT[shape]), parts=parts, placed=placed)
 
 
 def test_the_maximum_follows_scores_that_grow_block_by_block() -> None:

@@ -88,7 +88,7 @@ def test_few_tokens_over_a_long_context_are_split() -> None:
     assert parts(17, 1, 8192, key()) == 32, "two blocks a part"
     assert parts(17, 1, 32768, key(q_heads=64, kv_heads=8)) == 8
     assert parts(68, 4, 32768, key()) == 16
-    assert parts(17, 17, 32768, key()) == 1, "requests that each CTA would have to walk"
+    assert parts(40, 20, 32768, key()) == 6, "22 tiles at most"
     assert parts(2048, 1, 32768, key(q_heads=5)) == 3, "80 items: two rounds of a third instead of one"
 
 
@@ -176,6 +176,13 @@ def test_a_call_is_split_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [grid[0] for _, grid in launched] == [2 * 32, 17 * 8]
     assert names(512, 128) == ["_prefill_sm90_bf16_kernel", "_prefill_combine_kernel"]
     assert [grid[0] for _, grid in launched] == [33 * 4, 512]
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "PLACED_REQUESTS", 0)
+        assert names(17, 128) == [
+            "_prefill_schedule_kernel",
+            "_prefill_sm90_bf16_kernel",
+            "_prefill_combine_kernel",
+        ]
     assert names(17, 63) == names(17, 1) == ["_prefill_sm90_bf16_kernel"]
     assert names(2100, 64) == ["_prefill_schedule_kernel", "_prefill_sm90_bf16_kernel"]
     windowed = launch.Call(replace(k, window=True), plan.choose(k), 0, layout, 2000)

@@ -313,8 +313,8 @@ def _prefill_sm90_bf16_kernel(
     """Grid (num_ctas). See the module docstring for roles, `schedule` for the table.
 
     requests: 0 where the table is there, otherwise their number, for `place_tile`; num_ctas is then no less than there
-    are work items. rows: of q; capacity: most keys of a request. SPLIT: requests is not 0, num_ctas are the parts of an
-    item and the grid is (items * num_ctas), o_ptr is fp32 [total * num_ctas, HQ, D], lse_ptr [total * num_ctas, HQ].
+    are work items. rows: of q; capacity: most keys of a request. SPLIT: num_ctas are the parts of an item, the grid is
+    (items * num_ctas), o_ptr is fp32 [total * num_ctas, HQ, D], lse_ptr [total * num_ctas, HQ].
 
     q_desc, o_desc [total, HQ, D] in boxes [QT, PACK, 64]; k_desc, v_desc [pages, P, HKV, D] in boxes [1, PB, 1, 64];
     o_ptr bf16 with strides, lse_ptr fp32 [total, HQ], ids_ptr int32 [B, max_pages], sinks_ptr fp32 [HQ].
@@ -349,8 +349,9 @@ def _prefill_sm90_bf16_kernel(
         pdl_wait(C.PDL)
         place_tile(table_ptr, cu_ptr, seq_ptr, requests, rows, capacity, num_ctas, C)
         barrier()
-        if C.SPLIT:
-            close_no_part(table_ptr, lse_ptr, num_ctas, window, C)
+    if C.SPLIT:
+        pdl_wait(C.PDL)
+        close_no_part(table_ptr, lse_ptr, num_ctas, window, C)
     gl.warp_specialize(
         [
             (_consumer_ahead if C.OVERLAP else _consumer,

@@ -423,8 +423,9 @@ def _prefill_sm90_fp8_kernel(
         pdl_wait(C.PDL)
         place_tile(table_ptr, cu_ptr, seq_ptr, requests, rows, capacity, num_ctas, C)
         barrier()
-        if C.SPLIT:
-            close_no_part(table_ptr, lse_ptr, num_ctas, window, C)
+    if C.SPLIT:
+        pdl_wait(C.PDL)
+        close_no_part(table_ptr, lse_ptr, num_ctas, window, C)
     gl.warp_specialize(
         [
             (_consumer, (0, o_desc, o_ptr, qview, kview, tview, oview, obuf, q_full, q_empty, k_full, k_empty,

@@ -30,8 +30,8 @@ def addresses(tensors: Tensors) -> list[int]:
 
 
 class Call:
-    """The launches of one call signature on one device: the tile table, then attention; attention alone if it is short
-    or split on SM90; a split one ends with the joining of its parts.
+    """The launches of one call signature on one device: the tile table, then attention; attention alone if it is short,
+    or split on SM90 with few requests; a split one ends with the joining of its parts.
 
     Holds no memory of the GPU. `run` allocates the table and the scratch of the call, so the caching allocator ties
     them to the current stream.
@@ -46,11 +46,12 @@ class Call:
         self.pdl = key.sm90
         self.paged = key.page_size > 0
         self.tile_tokens = chosen.tile_tokens
-        self._most = plan.heaviest(window, self.tile_tokens, chosen.block_n)
+        self._window = window
         self._reach = plan.LONGEST if window is None else window + chosen.split_tokens
         self._split: dict[int, Any] = {}  # attention by parts, or for any number of them
         self._joins: dict[int, Any] = {}  # by the parts that there is room for
-        self._schedule = self._schedule_kernel()
+        self._schedule = self._schedule_kernel(self.tile_tokens)
+        self._split_schedule: Any = None
         if chosen.backend == "sm90":
             self._attend = self._attend_short = self._sm90(chosen.pack, chosen.overlap)
             if chosen.short_kernel:
@@ -120,7 +121,11 @@ class Call:
         if self.plan.backend == "sm90":
             if not self._split:
                 self._split[0] = self._sm90(self.plan.split_pack, False, split=True)
-            self._split[0](stream, tensors, *given, True, parts, (part_o, part_lse))
+                self._split_schedule = self._schedule_kernel(self.plan.split_tokens)
+            placed = given[1].shape[0] <= plan.PLACED_REQUESTS
+            if not placed:
+                self._split_schedule(stream, tensors, *given[:3])
+            self._split[0](stream, tensors, *given, placed, parts, (part_o, part_lse))
         else:
             if parts not in self._split:
                 self._split[parts] = self._portable(parts)
@@ -136,7 +141,7 @@ class Call:
         """Keys of a request at most."""
         return min(block_ids.shape[1] * self.key.page_size, plan.LONGEST)
 
-    def _schedule_kernel(self) -> Any:
+    def _schedule_kernel(self, tile_tokens: int) -> Any:
         from hpc.attention.prefill import schedule
 
         key = self.key
@@ -144,9 +149,10 @@ class Call:
             schedule._prefill_schedule_kernel, "attention_prefill", num_warps=4, launch_pdl=self.pdl
         )
         fixed = (
-            self.tile_tokens, self.plan.block_n, self.paged, key.causal, key.window, TILES_A_PROGRAM, REQUESTS_A_STEP,
+            tile_tokens, self.plan.block_n, self.paged, key.causal, key.window, TILES_A_PROGRAM, REQUESTS_A_STEP,
             self.pdl,
         )  # fmt: skip
+        most = plan.heaviest(self._window, tile_tokens, self.plan.block_n)
 
         def place(stream: int, tensors: Tensors, cu: torch.Tensor, lens: torch.Tensor, tiles: int) -> None:
             q, table, block_ids = tensors[0], tensors[5], tensors[6]
@@ -154,7 +160,7 @@ class Call:
             pointers: Any = (cu, lens, table)
             if kernel.compiled:
                 pointers = addresses(pointers)
-            numbers = (lens.shape[0], q.shape[0], tiles, capacity, self._most)
+            numbers = (lens.shape[0], q.shape[0], tiles, capacity, most)
             kernel((-(-tiles // TILES_A_PROGRAM), 1, 1), stream, (*pointers, *numbers, *fixed))
 
         return place

@@ -19,7 +19,7 @@ LONGEST = 2**31 - 1 - 1024  # keys of a request: block ends stay in 32 bits
 SPLIT_KEYS = 4096
 MOST_SPLITS = 64
 PORTABLE_SPLITS = (32, 8)
-SPLIT_REQUESTS = 16  # at most: each CTA walks them all
+PLACED_REQUESTS = 16  # at most, where CTAs find their own tile: each walks all requests
 # What a CTA takes beside its blocks of keys, and what joining takes, in the time of a block (1.3 to 1.5 us)
 _START, _JOIN = 4, 3
 
@@ -150,7 +150,7 @@ def choose(key: Key) -> Plan:
 def parts(tokens: int, batch: int, reach: int, chosen: Plan, key: Key) -> int:
     """Parts that the tiles of a call are cut into. `reach`: keys that a token may see by the page table's width and the
     window; the lengths are on the device, so a short context in a wide table is cut up too."""
-    if chosen.splits or reach < SPLIT_KEYS or batch > SPLIT_REQUESTS:
+    if chosen.splits or reach < SPLIT_KEYS:
         return max(chosen.splits, 1)
     pack = chosen.split_pack
     items = tiles_of(tokens, batch, chosen.split_tokens) * (key.q_heads // pack)
@@ -215,8 +215,8 @@ def bound(tokens: int, batch: int, tile_tokens: int) -> int:
 
 
 def is_short(tokens: int, batch: int, plan: Plan, key: Key) -> bool:
-    """Whether each CTA has one work item at most, so that their order does not matter. Each walks all requests."""
-    if not plan.short_pack or batch > 16:
+    """Whether each CTA has one work item at most, so that their order does not matter."""
+    if not plan.short_pack or batch > PLACED_REQUESTS:
         return False
     return bound(tokens, batch, plan.short_tokens) * (key.q_heads // plan.short_pack) <= key.sms
 
