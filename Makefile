@@ -60,6 +60,7 @@ lint: $(SETUP) $(DOCS_SETUP)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) tools/readme_tables.py --check
+	$(RUN) tools/serving_tables.py --check
 	$(REPORT) --check
 	$(MKDOCS) --site-dir site
 
@@ -74,6 +75,7 @@ bench: $(SETUP)
 tables: $(SETUP)
 	$(REPORT)
 	$(RUN) tools/readme_tables.py
+	$(RUN) tools/serving_tables.py
 
 docs: $(DOCS_SETUP)
 	$(MKDOCS) --site-dir site

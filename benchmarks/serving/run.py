@@ -35,7 +35,7 @@ class Session:
         if own and not options.no_compile:
             threading.Thread(target=self._compile, daemon=True).start()
         model = sets.model_folder(options.model, options.layers)
-        longest = max(options.input_len, max(check.LENS) if "check" in options.what else 0)
+        longest = max(options.input_len, options.long, max(check.LENS) if "check" in options.what else 0)
         batch = max(options.batch) if {"bench", "profile"} & set(options.what) else len(check.LENS)
         for name in names:
             arguments = sets.arguments(
@@ -133,6 +133,9 @@ def bench(session: Session) -> None:
         cases += [
             (f"{batch} mixed", mixed(batch, options.input_len)) for batch in options.batch if batch >= 8
         ]
+    if options.long:
+        most = max(options.batch) * options.input_len
+        cases += [(f"{n}x{options.long}", [options.long] * n) for n in options.batch if n * options.long <= most]
     for case, lens in cases:
         found: dict[str, list[dict[str, Any]]] = {}
         for round_number in range(options.rounds + 1):
