@@ -62,9 +62,11 @@ def parser() -> argparse.ArgumentParser:
         "--mixed", action="store_true", help="also batches of lengths of the trace, cut to --input-len"
     )
     engine.add_argument(
-        "--long", type=int, default=0,
-        help="also batches of prompts of so many tokens, those with no more tokens than the largest batch of --input-len",
-    )  # fmt: skip
+        "--long",
+        type=int,
+        default=0,
+        help="also prompts of so many tokens, as far as a batch has no more tokens than the largest one otherwise",
+    )
     engine.add_argument("--profile-batch", type=int, nargs="+", help="default: --batch")
     engine.add_argument("--steps", type=int, default=32, help="tokens a request")
     engine.add_argument("--rounds", type=int, default=3)

@@ -135,7 +135,9 @@ def bench(session: Session) -> None:
         ]
     if options.long:
         most = max(options.batch) * options.input_len
-        cases += [(f"{n}x{options.long}", [options.long] * n) for n in options.batch if n * options.long <= most]
+        cases += [
+            (f"{n}x{options.long}", [options.long] * n) for n in options.batch if n * options.long <= most
+        ]
     for case, lens in cases:
         found: dict[str, list[dict[str, Any]]] = {}
         for round_number in range(options.rounds + 1):
