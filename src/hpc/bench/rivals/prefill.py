@@ -32,6 +32,7 @@ def providers() -> list[Provider]:
             "fa2", lambda x: _torch(x, "FLASH_ATTENTION"), _gpu, tolerance, "contiguous keys, no paging"
         ),
         Provider("fa3", _fa3, fa3.available, tolerance, f"page size {fa3.PAGE_SIZE}"),
+        *importlib.import_module("hpc.bench.rivals.flashinfer_prefill").providers(),
     ]
 
 
