@@ -158,7 +158,7 @@ def combine(
     splits = len(part_o) // tokens
     _prefill_combine_kernel[(-(-tokens * heads // 4),)](
         out, lse, part_o, part_lse, lse if sinks is None else sinks, tokens * heads, splits, *out.stride()[:2],
-        HQ=heads, DV=dim, BLOCK_R=4, BLOCK_S=8, BLOCK_DV=_power(dim), SINKS=sinks is not None, LSE=True, PDL=False,
+        HQ=heads, DV=dim, BLOCK_R=4, BLOCK_S=8, BLOCK_DV=_power(dim), SINKS=sinks is not None, PDL=False,
         INTERPRET=True,
     )  # fmt: skip
 

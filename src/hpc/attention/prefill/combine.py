@@ -5,7 +5,7 @@ Part s of a row holds o_s, its output alone, and lse_s. With w_s = exp(lse_s - m
     o = sum_s w_s o_s / (sum_s w_s + exp(sink - max lse)),    lse = max lse + log(that sum)
 
 summed in an order that only their number decides, so bits repeat. A part without a visible key has lse_s = -inf and is
-not read.
+not read. The lse is stored whether anyone asked for it or not: without the store, the compiler sums in another order.
 """
 
 import triton
@@ -24,7 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 def _prefill_combine_kernel(
     o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, sinks_ptr, rows, splits, stride_o_tok, stride_o_head,
     HQ: tl.constexpr, DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(rows / BLOCK_R)); a row is a token and a head, rows = tokens * HQ; splits <= BLOCK_S. All parts of a
     row are under way at once.
@@ -61,6 +61,5 @@ def _prefill_combine_kernel(
     out = to_bf16(tl.sum(o * weight[:, :, None], 1) / total[:, None], INTERPRET)
     at_o = token * stride_o_tok + head.to(tl.int64) * stride_o_head
     tl.store(o_ptr + at_o[:, None] + offs_v[None, :], out, mask=live[:, None] & cols[None, :])
-    if LSE:
-        lse = tl.where(empty, float("-inf"), top + tl.log2(total) * LN2)
-        tl.store(lse_ptr + token * HQ + head, lse, mask=live)
+    lse = tl.where(empty, float("-inf"), top + tl.log2(total) * LN2)
+    tl.store(lse_ptr + token * HQ + head, lse, mask=live)

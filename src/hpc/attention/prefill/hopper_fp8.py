@@ -309,10 +309,13 @@ def _consumer(WG: gl.constexpr, o_desc, o_ptr, qview, kview, tview, oview, obuf,
         else:
             unit = gl.maximum(scale * LOG2E, _TINY)
         base = (hi - 1) * 128
-        sa = mask(_scores(sa, scale, cap, C), first_keys(keys, hi - 1, col, C), last - base, since - base, C)
-        sb = mask(
-            _scores(sb, scale, cap, C), first_keys(keys, hi - 1, col + 64, C), last - base, since - base, C
-        )
+        key_a = col
+        key_b = col + 64
+        if gl.maximum(gl.minimum(keys - base, 128), 0) % C.PB > 0:  # a box is shifted
+            key_a = first_keys(keys, hi - 1, col, C)
+            key_b = first_keys(keys, hi - 1, col + 64, C)
+        sa = mask(_scores(sa, scale, cap, C), key_a, last - base, since - base, C)
+        sb = mask(_scores(sb, scale, cap, C), key_b, last - base, since - base, C)
         lane = gl.maximum(_lane_max(sa), _lane_max(sb))
         m, exponent, shrink = _maximum(lane, none + float("-inf"), unit, True)
         pa, l = _exponentials(sa, unit, exponent)

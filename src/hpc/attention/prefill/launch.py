@@ -117,7 +117,8 @@ class Call:
         q, out, lse, sinks = tensors[0], tensors[3], tensors[4], tensors[10]
         rows, key = q.shape[0] * parts, self.key
         part_o = q.new_empty((rows, key.q_heads, key.v_dim), dtype=torch.float32)
-        part_lse = q.new_empty((rows, key.q_heads), dtype=torch.float32)
+        part_lse = q.new_empty((rows + q.shape[0], key.q_heads), dtype=torch.float32)
+        lse = part_lse[rows:] if lse is None else lse
         if self.plan.backend == "sm90":
             if not self._split:
                 self._split[0] = self._sm90(self.plan.split_pack, False, split=True)
@@ -220,7 +221,7 @@ class Call:
             launch_pdl=self.pdl,
         )  # fmt: skip
         fixed = (
-            key.q_heads, key.v_dim, at_once, room, power_of_two(key.v_dim), key.sinks, key.return_lse, self.pdl, False,
+            key.q_heads, key.v_dim, at_once, room, power_of_two(key.v_dim), key.sinks, self.pdl, False,
         )  # fmt: skip
 
         def join(stream: int, tensors: Tensors, parts: int) -> None:

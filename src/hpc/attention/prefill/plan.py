@@ -175,9 +175,9 @@ def _parts(items: int, blocks: int, sms: int) -> int:
 
 
 def scratch_bytes(tokens: int, key: Key, splits: int) -> int:
-    """Results of the parts of a call and their lse, in fp32. Where `parts` chose, 2 * sms * block_m * (v_dim + 1) * 4
-    at most, 17 MB on 132 multiprocessors with a head dim of 128: an item has `block_m` rows."""
-    return tokens * splits * key.q_heads * (key.v_dim + 1) * 4
+    """Results of the parts of a call, their lse and the joined one, in fp32. Where `parts` chose, at most
+    2 * sms * block_m * (v_dim + 1) * 4, an item having `block_m` rows: 17 MB on 132 multiprocessors for 128 columns."""
+    return tokens * key.q_heads * (splits * (key.v_dim + 1) + 1) * 4
 
 
 def sm90(key: Key) -> Plan:
