@@ -106,7 +106,7 @@ class Recipe:
         codes = CODES if weight is not None and weight.element_size() == 1 else 1.0
         blocks = name.endswith("_scale_inv")
         shape = tensor.shape if blocks else (*tensor.shape[:1], *(1 for _ in tensor.shape[1:]))
-        spread = torch.rand(shape, generator=generator, device=tensor.device)
+        spread = torch.rand(shape, generator=generator, device=tensor.device, dtype=torch.float32)
         if not blocks and tensor.dim() < 2 and "expert" not in name:
             spread.fill_(0.5)
         unit = self._gain(of) / (codes * math.sqrt(fan_in))
@@ -147,8 +147,12 @@ class Recipe:
             [torch.randperm(experts, generator=generator, device=device) for _ in range(rounds)]
         )
         chosen = order[: CLUSTERS * self.top_k].view(CLUSTERS, self.top_k)
-        logits = low + (high - low) * torch.rand(chosen.shape, generator=generator, device=device)
-        table = torch.zeros(CLUSTERS, experts, device=device).scatter_add_(1, chosen, logits)
+        logits = low + (high - low) * torch.rand(
+            chosen.shape, generator=generator, device=device, dtype=torch.float32
+        )
+        table = torch.zeros(CLUSTERS, experts, device=device, dtype=torch.float32).scatter_add_(
+            1, chosen, logits
+        )
         tensor.copy_(table.T @ _codes(hidden, device) / (hidden * math.sqrt(SHARED)))
 
     def _words(self, head: torch.Tensor) -> torch.Tensor | None:
@@ -192,7 +196,7 @@ def clusters_of(embedding: torch.Tensor) -> torch.Tensor:
 def _codes(hidden: int, device: torch.device) -> torch.Tensor:
     """[clusters, hidden], orthogonal, of unit variance; the same for embedding and routers."""
     generator = torch.Generator().manual_seed(zlib.crc32(b"codes of clusters"))
-    basis = torch.linalg.qr(torch.randn(hidden, CLUSTERS, generator=generator)).Q
+    basis = torch.linalg.qr(torch.randn(hidden, CLUSTERS, generator=generator, dtype=torch.float32)).Q
     return (basis.T * math.sqrt(hidden)).contiguous().to(device)
 
 
