@@ -70,6 +70,11 @@ def order(lines: Iterable[Line]) -> list[str]:
     return sorted(names, key=lambda name: name.startswith("hpc"))
 
 
+def spelled(case: str) -> str:
+    """`8 x 1024` of 8x1024, `8 of the trace` of a batch of mixed lengths."""
+    return case.replace("mixed", "of the trace") if "mixed" in case else case.replace("x", " x ")
+
+
 def bench(lines: list[Line]) -> str:
     text = []
     for (model, layers, kv), mine in groups(lines, "model", "layers", "kv").items():
@@ -78,7 +83,7 @@ def bench(lines: list[Line]) -> str:
         rows = []
         for (case,), one in groups(mine, "case").items():
             by_set = {line["set"]: line for line in one}
-            cells = [case.replace("x", " x ")]
+            cells = [spelled(case)]
             for key, digits in (("step_ms", 3), ("ttft_ms", 1)):
                 values = [by_set[name][key] if name in by_set else None for name in names]
                 cells += ["-" if value is None else f"{value:.{digits}f}" for value in values]
@@ -104,7 +109,7 @@ def stages(lines: list[Line]) -> str:
         ]
         rows.append(["sum", *(f"{total[name]:.0f}" for name in names)])
         text.append(
-            f"{title(model, layers, kv)}, {case.replace('x', ' x ')}, µs of GPU time a step:\n\n"
+            f"{title(model, layers, kv)}, {spelled(case)}, µs of GPU time a step:\n\n"
             + table(["stage", *names], rows)
         )
     return "\n".join(text)
@@ -129,8 +134,8 @@ def load(lines: list[Line]) -> str:
         [
             title(line["model"], line["layers"], line["kv"]), line["set"], str(line["clients"]), str(line["requests"]),
             str(line["errors"]), f"{line['tokens']} of {line['tokens_wanted']}", str(line["cached_tokens"]),
-            f"{line['tokens_per_s']:.0f}", f"{line['ttft_ms']} / {line['ttft_p90_ms']}",
-            f"{line['tpot_ms']} / {line['tpot_p90_ms']}",
+            f"{line['tokens_per_s']:.0f}", f"{line['ttft_ms']:.0f} / {line['ttft_p90_ms']:.0f}",
+            f"{line['tpot_ms']:.1f} / {line['tpot_p90_ms']:.1f}",
         ]
         for line in lines
     ]  # fmt: skip

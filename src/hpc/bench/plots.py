@@ -55,7 +55,7 @@ def _bars(lines: Sequence[Line], title: str) -> Any:
     """Left, where there are rivals: their time over ours, the best one as a bar. Right: fraction of the floor."""
     rivals = any(line.speedup is not None for line in lines)
     figure = _figure(10.5 if rivals else 7.5, 1.5 + 0.235 * len(lines))
-    figure.suptitle(title, fontsize=12, fontweight="bold")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     if rivals:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         _ratios(left, lines)
@@ -92,10 +92,10 @@ def _ratios(axes: Any, lines: Sequence[Line]) -> None:
         )  # fmt: skip
     for place, line in enumerate(lines):
         if line.speedup is not None:
-            side = -1 if line.lost else 1
+            # to the left, where no mark of another rival lies
             axes.annotate(
-                ratio_text(line.speedup).rstrip("x"), (line.speedup, place), xytext=(7 * side, 0), va="center",
-                textcoords="offset points", ha="right" if line.lost else "left", fontsize=7.5, zorder=5,
+                ratio_text(line.speedup).rstrip("x"), (min(line.speedup, 1.0), place), xytext=(-7, 0), va="center",
+                textcoords="offset points", ha="right", fontsize=7.5, zorder=5,
             )  # fmt: skip
     axes.axvline(1.0, color="#222222", linewidth=1.1, zorder=4)
     low, high = min(0.9, min(ends) / 1.12), max(1.25, max(ends) * 1.12)
