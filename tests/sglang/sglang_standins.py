@@ -29,6 +29,9 @@ class ForwardMode(enum.Enum):
     def is_target_verify(self) -> bool:
         return self is ForwardMode.TARGET_VERIFY
 
+    def is_mixed(self) -> bool:
+        return self is ForwardMode.MIXED
+
     def is_dllm_extend(self) -> bool:
         return self is ForwardMode.DLLM_EXTEND
 
@@ -138,14 +141,19 @@ def batch_of(pool: Pool, mode: Any, fresh: Sequence[int], pad_to: int = 0, **mor
         "forward_mode": mode,
         "batch_size": len(fresh) + padding,
         "seq_lens": torch.nn.functional.pad(lens, (0, padding), value=1),
+        "seq_lens_cpu": None if verify else torch.nn.functional.pad(lens, (0, padding), value=1),
         "req_pool_indices": torch.nn.functional.pad(pool.req_pool_indices, (0, padding)),
         "out_cache_loc": torch.nn.functional.pad(slots, (0, padding * fresh[0])),
         "extend_seq_lens": torch.tensor(fresh),
         "extend_seq_lens_cpu": list(fresh),
+        "extend_prefix_lens_cpu": [length - new for length, new in zip(pool.lens, fresh, strict=True)],
         "spec_info": types.SimpleNamespace(topk=1, tree_topk=1, draft_token_num=fresh[0]) if verify else None,
         **more,
     }
-    tensors = {name: v.to(pool.device) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+    tensors = {
+        name: v.to(pool.device) if isinstance(v, torch.Tensor) and not name.endswith("_cpu") else v
+        for name, v in values.items()
+    }
     return types.SimpleNamespace(**tensors)
 
 

@@ -24,6 +24,7 @@ from sglang_standins import (
 )
 from sglang_support import FP8, Pool, need, to_fp8
 
+import hpc
 from hpc.common.errors import InvalidArgument
 
 PREFILL = ("attention_with_kvcache_prefill_bf16", "attention_with_kvcache_prefill_fp8", "quantize_query_fp8")
@@ -283,6 +284,90 @@ def test_extend(
     backend.init_forward_metadata(batch)
     q, k, v = draw(sum(fresh), layer, device)
     check(backend.forward(q, k, v, layer, batch), expected(pool, q, fresh, layer), fp8)
+
+
+def seen_tables(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Page tables that the prefill operators get from now on."""
+    found: list[torch.Tensor] = []
+    for name, place in (("bf16", 4), ("fp8", 7)):
+        function = f"attention_with_kvcache_prefill_{name}"
+        whole = getattr(hpc, function)
+
+        def watched(*args: Any, whole: Any = whole, place: int = place, **kwargs: Any) -> Any:
+            found.append(args[place])
+            return whole(*args, **kwargs)
+
+        monkeypatch.setattr(hpc, function, watched)
+    return found
+
+
+# lengths that SGLang's batch brings along on the host, and whether they say how long the longest request is
+HOST: dict[str, tuple[dict[str, Any], ForwardMode, bool]] = {
+    "lengths": ({"extend_prefix_lens_cpu": None}, ForwardMode.MIXED, True),
+    "prefixes": ({"seq_lens_cpu": None}, ForwardMode.EXTEND, True),
+    "the_larger": ({"seq_lens_cpu": torch.tensor([60, 1, 90])}, ForwardMode.EXTEND, True),
+    "prefixes_mixed": ({"seq_lens_cpu": None}, ForwardMode.MIXED, False),
+    "too_few": ({"seq_lens_cpu": torch.tensor([200]), "extend_prefix_lens_cpu": None}, ForwardMode.EXTEND, False),
+    "none": ({"seq_lens_cpu": None, "extend_prefix_lens_cpu": None}, ForwardMode.EXTEND, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("case", HOST.values(), ids=HOST)
+def test_prefill_tables_end_with_the_longest_request(
+    case: tuple[dict[str, Any], ForwardMode, bool], fp8: bool, sglang: types.SimpleNamespace, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A view of the pages of 200 tokens where the host knows the lengths; the result has the same bits."""
+    need(*PREFILL)
+    known, mode, narrow = case
+    fresh = [60, 70, 1]
+    layer, outs, tables = RadixAttention((8, 2), 128), [], seen_tables(monkeypatch)
+    for changes in ({"seq_lens_cpu": None, "extend_prefix_lens_cpu": None}, known):
+        pool = Pool((60, 200, 90), 2, FP8 if fp8 else torch.bfloat16, device)
+        pool.fill(fresh=fresh)
+        backend = sglang.plugin.create(runner(pool, [layer]))
+        batch = batch_of(pool, mode, fresh, **changes)
+        backend.init_forward_metadata(batch)
+        outs.append(backend.forward(*draw(sum(fresh), layer, device), layer, batch))
+    assert torch.equal(*outs)
+    whole, table = tables
+    assert whole.shape == (3, 8) and table.shape == (3, 4 if narrow else 8)
+    assert table.stride() == whole.stride() and torch.equal(table, whole[:, : table.shape[1]])
+    check(outs[1], expected(pool, draw(sum(fresh), layer, device)[0], fresh, layer), fp8)
+
+
+def test_decoding_and_graphs_keep_whole_tables(sglang: types.SimpleNamespace, device: torch.device) -> None:
+    """Their schedules are made for the longest context, and a captured table serves later lengths."""
+    pool = Pool((60, 70), 1, torch.bfloat16, device)
+    backend = sglang.plugin.create(runner(pool, [RadixAttention((4, 1), 128)]))
+    backend.init_cuda_graph_state(max_bs=2, max_num_tokens=6)
+    for mode, rows in ((ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 3)):
+        batch = batch_of(pool, mode, [rows] * 2, seq_lens_cpu=torch.tensor([60, 70]))
+        backend.init_forward_metadata(batch)
+        assert backend.step.table.shape == (2, 8)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        backend.init_forward_metadata_in_graph(batch)
+        assert backend.step.table.shape == (2, 8)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_narrow_tables_of_a_window_pool(
+    fp8: bool, sglang: types.SimpleNamespace, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(*PREFILL)
+    fresh, dtype = [40, 1], FP8 if fp8 else torch.bfloat16
+    full, window = (Pool((100, 70), 1, dtype, device, seed=seed) for seed in (1, 2))
+    for pool in (full, window):
+        pool.fill(fresh=fresh)
+    layers = [RadixAttention((4, 1), 128), RadixAttention((4, 1), 128, layer_id=1, sliding_window_size=20)]
+    backend = sglang.plugin.create(runner(full, layers, KVPool(full, window)))
+    batch, tables = batch_of(full, ForwardMode.MIXED, fresh), seen_tables(monkeypatch)
+    backend.init_forward_metadata(batch)
+    for layer, pool in zip(layers, (full, window), strict=True):
+        q, k, v = draw(sum(fresh), layer, device, seed=5 + layer.layer_id)
+        check(backend.forward(q, k, v, layer, batch), expected(pool, q, fresh, layer), fp8)
+    assert [table.shape for table in tables] == [(2, 2)] * 2
 
 
 @pytest.mark.parametrize("left", ["rows", "none"])

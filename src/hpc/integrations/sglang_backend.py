@@ -15,6 +15,7 @@ from hpc.integrations.sglang_metadata import (
     Schedules,
     Step,
     attention_layers,
+    longest_on_host,
     window_of,
 )
 
@@ -72,10 +73,10 @@ class HpcAttention:
     # --- once a step ----------------------------------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Eager path of all modes: fresh tensors."""
+        """Eager path of all modes: fresh tensors. In prefill the tables end with the longest request."""
         rows = _query_rows(forward_batch)
         batch = forward_batch.batch_size
-        table, window_table = self.tables.empty(batch)
+        table, window_table = self.tables.empty(batch, None if rows else longest_on_host(forward_batch))
         seq_lens = torch.empty(batch, dtype=torch.int32, device=self.device)
         step = Step(seq_lens, table, window_table, query_rows=rows)
         if rows == 0:

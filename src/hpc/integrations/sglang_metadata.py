@@ -18,7 +18,7 @@ Schedule = tuple[int | None, int]
 
 @dataclass
 class Step:
-    """One forward pass. Shapes for B requests: lengths int32 [B], tables int32 [B, max_pages].
+    """One forward pass. Shapes for B requests: lengths int32 [B], tables int32 [B, max_pages] or fewer columns.
 
     `seq_lens` counts this step's tokens. `query_rows` is the same for all requests in decoding and verification and 0
     in prefill, where `cu_seqlens_q` and `longest` say how the rows are divided. `window_table` addresses the separate
@@ -52,17 +52,24 @@ class PageTables:
     def max_pages(self) -> int:
         return self.starts.shape[0]
 
-    def empty(self, batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Zeroed tables of `batch` requests: of the main pool and, if there is one, of the window pool."""
+    def empty(self, batch: int, longest: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Zeroed tables of `batch` requests: of the main pool and, if there is one, of the window pool.
+
+        `longest`: tokens of the longest request where the host knows it. Then they are views of its pages only, because
+        the prefill operator, which reads no length on the host, chooses parts over keys by the width of its table.
+        """
+        pages = self.max_pages
+        if longest is not None:
+            pages = min(max(1, -(-longest // self.page_size)), pages)
         tables = [
-            torch.zeros((batch, self.max_pages), dtype=torch.int32, device=self.starts.device)
+            torch.zeros((batch, self.max_pages), dtype=torch.int32, device=self.starts.device)[:, :pages]
             for _ in range(1 if self.full_to_window is None else 2)
         ]
         return tables[0], tables[1] if len(tables) > 1 else None
 
     def fill(self, step: Step, req_pool_indices: torch.Tensor) -> None:
-        """Write the tables of `step` in place."""
-        slots = self.req_to_token[req_pool_indices.long()[:, None], self.starts]
+        """Write the tables of `step` in place, as wide as they are."""
+        slots = self.req_to_token[req_pool_indices.long()[:, None], self.starts[: step.table.shape[1]]]
         step.table.copy_(torch.div(slots, self.page_size, rounding_mode="floor"))
         if step.window_table is not None:
             assert self.full_to_window is not None
@@ -89,6 +96,25 @@ class Schedules:
                 step.seq_lens, workspace, num_kv_heads, step.query_rows, True, MIN_PROCESS_LEN, window=window
             )
         step.task_maps = self.workspaces
+
+
+def longest_on_host(forward_batch: Any) -> int | None:
+    """Tokens of the longest request of an extend batch, this step's included; None where the host does not know.
+
+    `seq_lens_cpu` is SGLang's copy of `seq_lens`; it is None where only the device knows how many drafts were accepted.
+    Prefixes and new tokens stand in for it, but not in a mixed batch: SGLang adds a decoding request's tokens up late.
+    The larger of both is taken: too wide a table costs time, too narrow a one would cut keys off.
+    """
+    batch = forward_batch.batch_size
+    lens = getattr(forward_batch, "seq_lens_cpu", None)
+    known = [] if lens is None or lens.device.type != "cpu" else lens[:batch].tolist()
+    prefix, fresh = (
+        getattr(forward_batch, f"extend_{name}_lens_cpu", None) or [] for name in ("prefix", "seq")
+    )
+    sums = [int(old) + int(new) for old, new in zip(prefix, fresh, strict=False)]
+    if len(known) < batch and (forward_batch.forward_mode.is_mixed() or len(sums) < batch):
+        return None
+    return max((*known, *sums), default=None)
 
 
 def window_of(layer: Any) -> int | None:
