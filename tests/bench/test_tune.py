@@ -98,6 +98,9 @@ class FakeTuning:
 
         return call
 
+    def compile(self, case: Case, plan: Plan, target: str) -> None:
+        raise AssertionError("in a process of its own")
+
 
 def found(cost: Callable[[int, Plan], float], *plans: Plan, noise: float = 0.001, **options: Any) -> Finding:
     clock = NoisyClock(noise)
@@ -184,3 +187,19 @@ def test_difference_names_what_changes() -> None:
     assert tune.difference(nested[0], nested[1]) == "inner.warps=8"
     assert tune.difference(nested[0], nested[2]) == "outer=1 inner.stages=3 inner.warps=8"
     assert tune.difference(nested[2], nested[0]) == "outer=2 inner=None"
+
+
+def test_every_plan_of_a_point_is_compiled_once_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = FakeTuning(NoisyClock(), lambda n, plan: 10.0, [Plan(3), Plan(4)])
+    points = tune._points(SquareOperator([]), tuning, tuning.cases(), torch.device("cpu"), 0)
+    seen: list[Any] = []
+    monkeypatch.setattr(tune, "compile_all", lambda function, jobs, progress: seen.append((function, jobs)))
+    tune.compile_plans(tuning, points, "sm90", None)
+    ((function, jobs),) = seen
+    assert function == tuning.compile
+    assert [name for name, _ in jobs] == [
+        "n 8: compile hpc/analytic", "n 8: compile hpc/stages=3", "n 8: compile hpc/stages=4",
+    ]  # fmt: skip
+    assert [arguments for _, arguments in jobs] == [
+        (tuning.cases()[0], plan, "sm90") for plan in (Plan(), Plan(3), Plan(4))
+    ]

@@ -23,7 +23,8 @@ from hpc.bench import runner
 from hpc.bench.providers import Provider
 from hpc.bench.results import Row
 from hpc.bench.timer import Call, Clock
-from hpc.common import registry
+from hpc.common import arch, registry
+from hpc.common.compiling import compile_all
 from hpc.common.operator import Case, Operator
 from hpc.common.plan_table import Axes, Entry
 
@@ -67,6 +68,10 @@ class Tuning(Protocol):
 
     def prepare(self, inputs: Any, plan: Any) -> Call:
         """The call to time, with this plan; what users do once is done here."""
+        ...
+
+    def compile(self, case: Case, plan: Any, target: str) -> None:
+        """Compile what `prepare` would launch for `target` ("sm90"), without a GPU, into Triton's cache."""
         ...
 
 
@@ -178,9 +183,24 @@ def search(
         One finding per point, in the order of the cases.
     """
     points = _points(op, tuning, cases, torch.device(device), seed)
+    if torch.device(device).type == "cuda":
+        compile_plans(tuning, points, "sm{}{}".format(*arch.capability(torch.device(device))), progress)
     total = 2 * sum(len(point.cases) for point in points)
     run = _Search(op, tuning, torch.device(device), seed, clock, progress, total)
     return [run.point(point, budget_ms, min_gain) for point in points]
+
+
+def compile_plans(tuning: Tuning, points: Sequence[_Point], target: str, progress: Report | None) -> None:
+    """Compile every plan in parallel processes, so that the GPU does not wait for one compiler.
+
+    A plan that does not compile fails again where it is measured, which says why.
+    """
+    jobs = [
+        (f"{point.cases[0].name}: compile {name}", (point.cases[0], plan, target))
+        for point in points
+        for name, plan in {ANALYTIC: point.analytic, **point.plans}.items()
+    ]
+    compile_all(tuning.compile, jobs, progress)
 
 
 @dataclass

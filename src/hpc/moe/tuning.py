@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hpc.common.operator import Case
-from hpc.moe import case_lists, cases, choose, plan
+from hpc.moe import case_lists, cases, choose, plan, warm
 from hpc.moe.cases import MoeInputs
 from hpc.moe.plan import Key, Plan, Product
 
@@ -63,6 +63,9 @@ class MoeTuning:
     def prepare(self, inputs: MoeInputs, chosen: Plan) -> Callable[[], torch.Tensor]:
         """The whole call, as a layer makes it."""
         return lambda: cases.run(inputs, plan=chosen)
+
+    def compile(self, case: Case, chosen: Plan, target: str) -> None:
+        warm.compile_shape(case.params, target, chosen)
 
 
 def _tiny(key: Key, base: Plan) -> Iterator[Plan]:

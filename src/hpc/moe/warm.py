@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 
 import torch
 
-from hpc.common import arch, env
+from hpc.common import arch
+from hpc.common.compiling import compile_or_raise
 from hpc.common.offline import compiling_for
 from hpc.common.operator import Progress
 from hpc.moe import case_lists, choose, entry, launch, plan, validate
@@ -36,23 +34,11 @@ def warmup(device: torch.device | str, progress: Progress | None) -> int:
     else:
         target = "sm{}{}".format(*arch.capability(device))
         gpu = arch.device_name(device), arch.sm_count(device)
-    # a fresh interpreter each: CUDA does not survive a fork, and the parent may have launched already
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(env.warmup_jobs(), context, _compiling_worker) as pool:
-        jobs = {pool.submit(compile_shape, params, target, gpu=gpu): name for name, params in todo}
-        for done, job in enumerate(as_completed(jobs), start=1):
-            job.result()
-            if progress is not None:
-                progress(jobs[job], done, len(todo))
+    compile_or_raise(compile_shape, [(name, (params, target, None, gpu)) for name, params in todo], progress)
     if isinstance(device, torch.device):
         for _, params in todo:
             entry.fused("warmup", meta_arguments(params, device), 0, params.experts, params.bf16_mul)
     return len(todo)
-
-
-def _compiling_worker() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: the interpreter compiles nothing
-    torch.set_num_threads(1)
 
 
 def meta_arguments(params: MoeCase, device: torch.device | str = "cpu") -> Arguments:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 
 import torch
 
-from hpc.common import env
+from hpc.common.compiling import compile_or_raise
 from hpc.common.offline import compiling_for
 from hpc.common.operator import Progress
 from hpc.rope import cases, entry, launch, plan, validate
@@ -44,14 +41,7 @@ def warmup(device: torch.device | str, progress: Progress | None) -> int:
     """
     target = device if isinstance(device, str) else "sm{}{}".format(*torch.cuda.get_device_capability(device))
     todo = shapes(target.startswith("sm9"))
-    # a fresh interpreter each: CUDA does not survive a fork, and the parent may have launched already
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(env.warmup_jobs(), context, _compiling_worker) as pool:
-        jobs = {pool.submit(compile_shape, params, target, chosen): params for params, chosen in todo}
-        for done, job in enumerate(as_completed(jobs), start=1):
-            job.result()
-            if progress is not None:
-                progress(label(jobs[job]), done, len(todo))
+    compile_or_raise(compile_shape, [(label(each[0]), (each[0], target, each[1])) for each in todo], progress)
     if isinstance(device, torch.device):
         for params, chosen in todo:
             cases.prologue(cases.make_tensors(params, device, seed=0), plan=chosen)
@@ -61,11 +51,6 @@ def warmup(device: torch.device | str, progress: Progress | None) -> int:
 def label(params: RopeCase) -> str:
     """Name of a shape in the progress bar."""
     return f"{params.dtype} {params.q_heads}/{params.kv_heads} {'prefill' if params.is_prefill else 'decode'}"
-
-
-def _compiling_worker() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: the interpreter compiles nothing
-    torch.set_num_threads(1)
 
 
 def compile_shape(params: RopeCase, target: str, chosen: plan.Plan | None = None) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 
 import torch
@@ -13,8 +10,8 @@ import torch
 from hpc.attention.decode import cases, launch, validate
 from hpc.attention.decode.arguments import Arguments
 from hpc.attention.decode.case_lists import DecodeCase
-from hpc.attention.decode.choose import choose
-from hpc.common import env
+from hpc.attention.decode.choose import Plan, choose
+from hpc.common.compiling import compile_or_raise
 from hpc.common.offline import compiling_for
 from hpc.common.operator import Progress
 
@@ -41,14 +38,7 @@ def warmup(device: torch.device | str, progress: Progress | None) -> int:
     """
     todo = shapes()
     target = device if isinstance(device, str) else "sm{}{}".format(*torch.cuda.get_device_capability(device))
-    # a fresh interpreter each: CUDA does not survive a fork, and the parent may have launched already
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(env.warmup_jobs(), context, _compiling_worker) as pool:
-        jobs = {pool.submit(compile_shape, params, target): params for params in todo}
-        for done, job in enumerate(as_completed(jobs), start=1):
-            job.result()
-            if progress is not None:
-                progress(label(jobs[job]), done, len(todo))
+    compile_or_raise(compile_shape, [(label(params), (params, target)) for params in todo], progress)
     if isinstance(device, torch.device):
         for params in todo:
             inputs = cases.make_tensors(params, device, seed=0)
@@ -61,12 +51,7 @@ def label(params: DecodeCase) -> str:
     return f"{params.dtype} {params.q_heads}/{params.kv_heads} {'dynamic' if params.dynamic else 'static'}"
 
 
-def _compiling_worker() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: the interpreter compiles nothing
-    torch.set_num_threads(1)
-
-
-def compile_shape(params: DecodeCase, target: str) -> None:
+def compile_shape(params: DecodeCase, target: str, chosen: Plan | None = None) -> None:
     """Compile the launches of one call for `target`, with CPU tensors in the place of the device's."""
     inputs = cases.make_tensors(params, "cpu", seed=0)
     cache, scales = inputs.cache, (inputs.qscale, inputs.kscale, inputs.vscale)
@@ -78,7 +63,7 @@ def compile_shape(params: DecodeCase, target: str) -> None:
     )  # fmt: skip
     key, layout = validate.call(arguments)
     key = replace(key, sm90=target.startswith("sm90"), sms=TARGET_SMS)
-    call = launch.Call(key, choose(key), 0, layout, params.window)
+    call = launch.Call(key, chosen or choose(key), 0, layout, params.window)
     out = torch.empty((*inputs.q.shape[:2], params.value_dim), dtype=torch.bfloat16)
     tensors = (inputs.q, cache.kcache, cache.vcache, cache.block_ids, inputs.seq_lens, task_map, *scales, inputs.sinks,
                out, None, torch.empty(call.words))  # fmt: skip

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 
 import torch
 
 from hpc.attention.prefill import case_lists, cases, launch, plan, validate
 from hpc.attention.prefill.case_lists import PrefillCase
-from hpc.common import env
+from hpc.common.compiling import compile_or_raise
 from hpc.common.offline import compiling_for
 from hpc.common.operator import Progress
 
@@ -47,14 +44,7 @@ def warmup(device: torch.device | str, progress: Progress | None) -> int:
     """
     todo = shapes()
     target = device if isinstance(device, str) else "sm{}{}".format(*torch.cuda.get_device_capability(device))
-    # a fresh interpreter each: CUDA does not survive a fork, and the parent may have launched already
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(env.warmup_jobs(), context, _compiling_worker) as pool:
-        jobs = {pool.submit(compile_shape, params, target): params for params in todo}
-        for done, job in enumerate(as_completed(jobs), start=1):
-            job.result()
-            if progress is not None:
-                progress(label(jobs[job]), done, len(todo))
+    compile_or_raise(compile_shape, [(label(params), (params, target)) for params in todo], progress)
     if isinstance(device, torch.device):
         for params in todo:
             cases.attend(cases.make_tensors(params, device, seed=0))
@@ -64,11 +54,6 @@ def warmup(device: torch.device | str, progress: Progress | None) -> int:
 def label(params: PrefillCase) -> str:
     """Name of a shape in the progress bar."""
     return f"{params.dtype} {params.q_heads}/{params.kv_heads}"
-
-
-def _compiling_worker() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: the interpreter compiles nothing
-    torch.set_num_threads(1)
 
 
 def compile_shape(params: PrefillCase, target: str) -> None:

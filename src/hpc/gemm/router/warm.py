@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 import torch
 
-from hpc.common import arch, env
+from hpc.common import arch
+from hpc.common.compiling import compile_or_raise
 from hpc.common.offline import compiling_for
 from hpc.common.operator import Progress
 from hpc.gemm.router import cases, cases_topk, launch, plan, validate
@@ -49,14 +47,7 @@ def _warm(jobs: Sequence[Job], device: torch.device | str, progress: Progress | 
     target = device if isinstance(device, str) else "sm{}{}".format(*torch.cuda.get_device_capability(device))
     gpu = TARGET_GPU if isinstance(device, str) else arch.device_name(device)
     distinct = list({kernels_of(job, target, gpu): job for job in jobs}.values())
-    # a fresh interpreter each: CUDA does not survive a fork, and the parent may have launched already
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(env.warmup_jobs(), context, _compiling_worker) as pool:
-        running = {pool.submit(compile_job, job, target, gpu): job for job in distinct}
-        for done, future in enumerate(as_completed(running), start=1):
-            future.result()
-            if progress is not None:
-                progress(label(running[future]), done, len(distinct))
+    compile_or_raise(compile_job, [(label(job), (job, target, gpu)) for job in distinct], progress)
     if isinstance(device, torch.device):
         for job in distinct:
             run_job(job, device)
@@ -87,11 +78,6 @@ def kernels_of(job: Job, target: str, gpu: str) -> tuple[Any, ...]:
         model,
         n % 16,
     )
-
-
-def _compiling_worker() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: the interpreter compiles nothing
-    torch.set_num_threads(1)
 
 
 def compile_job(job: Job, target: str, gpu: str) -> None:
