@@ -38,13 +38,15 @@ def jobs(model: str, fp8: bool, batches: Iterable[int]) -> list[tuple[str, Any]]
             ("decode", DecodeCase((65,), *heads, dtype=kind, dynamic=dynamic)) for dynamic in (True, False)
         ]
         found.append(("prefill", PrefillCase(case_lists.prompts(65), *heads, dtype=kind)))
-        if fp8:
+        if fp8 and config["model_type"] == "hy_v3":  # the only models whose prologue SGLang takes from here
             policy = 2 if config.get("qk_norm") else 0
             found += [
                 ("rope", (RopeCase((65,), (1,), *heads, dtype="fp8", is_prefill=prefill, norm_policy=policy), tokens))
                 for prefill, tokens in ((False, 1), (True, 1), (True, 1 << 20))
             ]  # fmt: skip
-    experts = config.get("num_experts") or config["n_routed_experts"]
+    experts = config.get("num_experts") or config.get("n_routed_experts")
+    if not experts:
+        return found
     inter = config.get("moe_intermediate_size") or config["expert_ffn_hidden_size"]
     top_k = config.get("num_experts_per_tok") or config["moe_topk"]
     block = "weight_block_size" in config["quantization_config"]

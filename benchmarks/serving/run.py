@@ -31,9 +31,9 @@ class Session:
         }
         self.deadline = time.monotonic() + options.load_limit
         self.workers: dict[str, Worker] = {}
-        own = [name for name in names if sets.SETS[name].own]
-        if own and not options.no_compile:
-            threading.Thread(target=self._compile, daemon=True).start()
+        served = [options.server] if options.server else []
+        batches = [*options.batch, len(check.LENS), *(_running(options) if served else [])]
+        _compile_beside(options, [*names, *served], batches)
         model = sets.model_folder(options.model, options.layers)
         longest = max(options.input_len, options.long, max(check.LENS) if "check" in options.what else 0)
         batch = max(options.batch) if {"bench", "profile"} & set(options.what) else len(check.LENS)
@@ -48,12 +48,6 @@ class Session:
                 chunk = max(8192, batch * options.input_len, sum(check.CHUNKED_LENS))
                 arguments += ["--chunked-prefill-size", str(chunk)]
             self.workers[name] = Worker(name, arguments, self.logs / f"{options.model}-{name}.log")
-
-    def _compile(self) -> None:
-        seconds = compile_model(
-            self.options.model, self.options.fp8, [*self.options.batch, len(check.LENS)], _complain
-        )
-        print(f"kernels compiled in {seconds:.1f} s", flush=True)
 
     def wait(self) -> None:
         """Until every worker has its model; those that fail are dropped and recorded."""
@@ -80,6 +74,26 @@ class Session:
     def close(self) -> None:
         for worker in self.workers.values():
             worker.stop()
+
+
+def _compile_beside(
+    options: argparse.Namespace, names: list[str], batches: Sequence[int]
+) -> threading.Thread:
+    """Compile what sets `names` need while models load: then the cache has the kernels when they are first called."""
+
+    def act() -> None:
+        if not options.no_compile and any(sets.SETS[name].own for name in names):
+            seconds = compile_model(options.model, options.fp8, batches, _complain)
+            print(f"kernels compiled in {seconds:.1f} s", flush=True)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def _running(options: argparse.Namespace) -> Sequence[int]:
+    """Some of the batches that a server has under its clients."""
+    return range(1, options.clients + 1, 7)
 
 
 def _complain(text: str) -> None:
@@ -265,11 +279,12 @@ def server(options: argparse.Namespace) -> int:
     """A server for each set in turn."""
     records = Records(options.output)
     failed = 0
+    compiling = _compile_beside(options, options.sets, _running(options))
     for name in options.sets:
-        if sets.SETS[name].own and not options.no_compile:
-            compile_model(options.model, options.fp8, range(1, options.clients + 1, 7), _complain)
         serving = Serving(options, records, name)
         try:
+            serving.wait()
+            compiling.join()
             failed += not serving.measure()
         finally:
             serving.stop()

@@ -10,6 +10,7 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 HIDDEN, LAYERS, HEADS, DIM, EXPERTS, TOP_K, INTER, VOCABULARY = 768, 5, 8, 64, 16, 4, 96, 1024
+DENSE_INTER = 3 * HIDDEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Kernels:
         return x if self.exact else (x / scale).clamp(-448.0, 448.0).to(FP8).float() * scale
 
 
-def model() -> torch.nn.Module:
-    """Empty tensors by SGLang's names and types."""
+def model(dense: bool = False) -> torch.nn.Module:
+    """Empty tensors by SGLang's names and types: experts with FP8 weights, or one BF16 feed-forward a layer."""
     root = torch.nn.Module()
     root.config = types.SimpleNamespace(
         num_experts_per_tok=TOP_K, norm_topk_prob=True, routed_scaling_factor=2.0
@@ -43,15 +44,21 @@ def model() -> torch.nn.Module:
     }
     for number in range(LAYERS):
         at = f"model.layers.{number}"
+        experts = (("mlp.experts.w13", 2 * INTER, HIDDEN), ("mlp.experts.w2", HIDDEN, INTER))
+        feed = (("mlp.gate_up_proj", 2 * DENSE_INTER, HIDDEN), ("mlp.down_proj", HIDDEN, DENSE_INTER))
         for name, out, into in (
             ("self_attn.qkv_proj", (HEADS + 2) * DIM, HIDDEN), ("self_attn.o_proj", HIDDEN, HEADS * DIM),
-            ("mlp.experts.w13", 2 * INTER, HIDDEN), ("mlp.experts.w2", HIDDEN, INTER),
+            *(feed if dense else experts),
         ):  # fmt: skip
+            if dense:
+                shapes[f"{at}.{name}.weight"] = ((out, into), torch.bfloat16)
+                continue
             stack = (EXPERTS,) if "expert" in name else ()
             end = "_" if stack else "."
             shapes[f"{at}.{name}{end}weight"] = ((*stack, out, into), FP8)
             shapes[f"{at}.{name}{end}weight_scale"] = (stack or (1,), torch.float32)
-        shapes[f"{at}.mlp.gate.weight"] = ((EXPERTS, HIDDEN), torch.float32)
+        if not dense:
+            shapes[f"{at}.mlp.gate.weight"] = ((EXPERTS, HIDDEN), torch.float32)
         shapes[f"{at}.self_attn.q_norm.weight"] = ((DIM,), torch.bfloat16)
     for name, (shape, dtype) in shapes.items():
         *path, leaf = name.split(".")
@@ -92,10 +99,12 @@ class Running:
 
     def __init__(self, state: dict[str, torch.Tensor], kernels: Kernels) -> None:
         self.state, self.kernels = state, kernels
+        self.dense = "model.layers.0.mlp.gate_up_proj.weight" in state
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """FP8 product: activations with a static scale, accumulated in parts if `other`."""
-        return self.kernels.bf16(self.product(self.kernels.fp8(x, 16 / 448), self.state[f"{name}.weight"]))
+        """FP8 product with a static scale of the activations; BF16 in a dense model. In parts if `other`."""
+        x = self.kernels.bf16(x) if self.dense else self.kernels.fp8(x, 16 / 448)
+        return self.kernels.bf16(self.product(x, self.state[f"{name}.weight"]))
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if not self.kernels.other:
@@ -125,6 +134,15 @@ class Running:
         out = use.bf16(torch.einsum("hqk,kd->qhd", rounded, v[:, 0]) / p.sum(-1).T[..., None])
         return self.linear(out.flatten(1) * use.scale, f"{at}.o_proj")
 
+    def feed(self, x: torch.Tensor, at: str) -> torch.Tensor:
+        if not self.dense:
+            return self.experts(x, at)
+        gate, value = self.linear(x, f"{at}.gate_up_proj").chunk(2, -1)
+        inner = torch.nn.functional.silu(gate)
+        return self.linear(
+            (inner if self.kernels.other else self.kernels.bf16(inner)) * value, f"{at}.down_proj"
+        )
+
     def experts(self, x: torch.Tensor, at: str) -> torch.Tensor:
         use, out = self.kernels, torch.zeros_like(x)
         logits = self.product(x, self.state[f"{at}.gate.weight"])
@@ -150,5 +168,5 @@ class Running:
         for number in range(LAYERS):
             at = f"model.layers.{number}"
             h = use.bf16(h + self.attention(use.bf16(norm(h)), f"{at}.self_attn"))
-            h = use.bf16(h + self.experts(use.bf16(norm(h)), f"{at}.mlp"))
+            h = use.bf16(h + self.feed(use.bf16(norm(h)), f"{at}.mlp"))
         return use.bf16(use.bf16(norm(h)) @ self.state["lm_head.weight"].T)

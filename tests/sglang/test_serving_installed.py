@@ -23,13 +23,14 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Any:
         del sys.modules[name]
 
 
-def test_sglang_takes_the_arguments_of_every_set(serving: Any) -> None:
+@pytest.mark.parametrize("model", ["hy3_tp8", "qwen3_8b"])
+def test_sglang_takes_the_arguments_of_every_set(model: str, serving: Any) -> None:
     sets = serving("sets")
     arguments = importlib.import_module("sglang.srt.server_args")
     importlib.import_module("hpc.integrations.sglang").register()
     parser = argparse.ArgumentParser()
     arguments.ServerArgs.add_cli_args(parser)
-    folder = sets.model_folder("hy3_tp8", 2)
+    folder = sets.model_folder(model, 2)
     for name in sets.SETS:
         for batches in ([1, 64], None, []):
             words = sets.arguments(

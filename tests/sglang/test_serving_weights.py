@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving_model import HIDDEN, LAYERS, TOP_K, VOCABULARY, Kernels, Running, dequantised, model
+from serving_model import HIDDEN, LAYERS, TOP_K, VOCABULARY, Kernels, Running, dequantised, model, norm
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS: dict[str, dict[str, Any]] = {
@@ -20,16 +20,28 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def drawn() -> Any:
+def weights() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         weights = importlib.import_module("serving.weights")
         patch.setattr(weights, "CLUSTERS", 64)  # a twelfth of the hidden size, as in the models
         weights._codes.cache_clear()
-        root = model()
-        weights.fill(root)
-        yield weights, root
+        yield weights
         weights._codes.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def drawn(weights: Any) -> Any:
+    root = model()
+    weights.fill(root)
+    return weights, root
+
+
+@pytest.fixture(scope="module")
+def drawn_dense(weights: Any) -> Any:
+    root = model(dense=True)
+    weights.fill(root)
+    return weights, root
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
@@ -38,13 +50,10 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
     return float((1 - cosine).mean()), float((a.argmax(-1) == b.argmax(-1)).float().mean())
 
 
-@pytest.mark.parametrize("fp8_kv", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fp8", "bf16"])
-def test_roundings_agree_and_faults_show(fp8_kv: bool, drawn: Any) -> None:
-    _, root = drawn
-    state, tokens = (
-        dequantised(root),
-        torch.randint(VOCABULARY, (128,), generator=torch.Generator().manual_seed(0)),
-    )
+def check(root: torch.nn.Module, fp8_kv: bool, faults: dict[str, dict[str, Any]]) -> None:
+    """Roundings elsewhere keep the cosine above 0.999 and the choices; each fault is at least four times as far."""
+    state = dequantised(root)
+    tokens = torch.randint(VOCABULARY, (128,), generator=torch.Generator().manual_seed(0))
 
     def logits(**kernels: Any) -> torch.Tensor:
         return Running(state, Kernels(fp8_kv=fp8_kv, **kernels)).logits(tokens)
@@ -52,9 +61,39 @@ def test_roundings_agree_and_faults_show(fp8_kv: bool, drawn: Any) -> None:
     reference = logits()
     right, same = apart(reference, logits(other=True))
     assert right < 1e-3 and same >= 0.97
-    for name, fault in FAULTS.items():
+    for name, fault in faults.items():
         wrong, _ = apart(reference, logits(other=True, **fault))
         assert wrong > 4 * right, f"{name}: {wrong:.1e}, roundings alone {right:.1e}"
+
+
+@pytest.mark.parametrize("fp8_kv", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fp8", "bf16"])
+def test_roundings_agree_and_faults_show(fp8_kv: bool, drawn: Any) -> None:
+    check(drawn[1], fp8_kv, FAULTS)
+
+
+@pytest.mark.parametrize("fp8_kv", [True, False], ids=["fp8", "bf16"])
+def test_roundings_agree_and_faults_show_in_a_dense_model(fp8_kv: bool, drawn_dense: Any) -> None:
+    check(drawn_dense[1], fp8_kv, {name: fault for name, fault in FAULTS.items() if "expert" not in name})
+
+
+def test_weights_of_a_dense_model(drawn_dense: Any) -> None:
+    """Unit gain inside branches, the same share of the energy at the end of each, and a head of its own."""
+    weights, root = drawn_dense
+    state = root.state_dict()
+    assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in state.values())
+    end = math.sqrt(weights.BRANCHES / (2 * LAYERS)) / weights.BRANCH_OUTPUT
+    gains = {
+        "self_attn.qkv_proj": 1.0,
+        "self_attn.o_proj": end,
+        "mlp.gate_up_proj": 1.0,
+        "mlp.down_proj": end,
+    }
+    for name, gain in gains.items():
+        weight = state[f"model.layers.3.{name}.weight"].float()
+        assert float(weight.std()) * math.sqrt(weight.shape[1]) == pytest.approx(gain, rel=0.02), name
+    words, head = (state[name].float() for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    best = (norm(words) @ head.T).topk(3, -1).values
+    assert float((best[:, 1] - best[:, 2]).mean()) > 2 * weights.LOGITS  # two successors ahead of all others
 
 
 def test_choices_of_experts_have_margins_and_are_even(drawn: Any) -> None:
