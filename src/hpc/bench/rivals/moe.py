@@ -1,10 +1,10 @@
-"""What engines run for an FP8 MoE today: SGLang's and vLLM's Triton kernels, vLLM's way through DeepGEMM.
+"""What engines run for an FP8 MoE today: SGLang's and vLLM's Triton kernels, vLLM's way through DeepGEMM, FlashInfer.
 
 DeepGEMM's products alone are beside them as a yardstick.
 
-All of them take BF16 activations and quantise them inside, so their times include that. One scale a tensor: x in BF16
-holds the e4m3 values themselves, which the scale 1 turns back into the same codes. Block scales: x times its scales,
-rounded to BF16 and quantised anew, so that codes differ by a step here and there.
+They take BF16 activations and quantise them inside, so their times include that; notes say where not. One scale a
+tensor: x in BF16 holds the e4m3 values themselves, which the scale 1 turns back into the same codes. Block scales: x
+times its scales, rounded to BF16 and quantised anew, so that codes differ by a step here and there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hpc.bench.providers import CannotRun, Provider
-from hpc.bench.rivals import deepgemm
+from hpc.bench.rivals import deepgemm, flashinfer_moe
 from hpc.common import arch
 from hpc.common.operator import Tolerance
 
@@ -66,6 +66,7 @@ def providers(adapt: Callable[[Any], MoeRivalInputs]) -> list[Provider]:
         Provider("sglang triton", lambda i: sglang(adapt(i)), lambda: _missing("sglang", SGLANG), TOLERANCE, note),
         Provider("vllm triton", lambda i: vllm(adapt(i), False), lambda: _missing("vllm", VLLM), TOLERANCE, note),
         Provider("vllm deepgemm", lambda i: vllm(adapt(i), True), _no_deep_gemm, TOLERANCE, note),
+        flashinfer_moe.provider(adapt, TOLERANCE),
         deepgemm.provider(adapt, TOLERANCE),
     ]  # fmt: skip
 
