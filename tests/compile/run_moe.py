@@ -333,6 +333,7 @@ def portable(name: str) -> dict[str, Any]:
     from hpc.moe import cases, plan
     from hpc.moe.case_lists import MoeCase
     from hpc.moe.reference import quantise_input
+    from hpc.moe.scratch import block_sizes
 
     params = MoeCase(9, 3, 192, 80, top_k=2, **PORTABLE[name])
     inputs = cases.make_inputs(params, "cpu", len(name))
@@ -350,13 +351,20 @@ def portable(name: str) -> dict[str, Any]:
     def put(*tensors: Any) -> list[int]:
         return [memory.put(zero if tensor is None else tensor) for tensor in tensors]
 
+    scales, blocks = (inputs.w13_scale, inputs.w2_scale), ((), ())
+    if key.one_scale:  # as the launch before the products spreads them
+        blocks = block_sizes(key)
+        scales = tuple(
+            scale.view(-1, 1, 1).expand(-1, *size).contiguous()
+            for scale, size in zip(scales, blocks, strict=True)
+        )
     up = (
-        *put(x, x_scale, inputs.w13, inputs.w13_scale, None, inputs.w13_bias),
+        *put(x, x_scale, inputs.w13, scales[0], None, inputs.w13_bias),
         *(put(inputs.topk_scale) if params.weight_on_input else []), *lists, a, a_scale, key.pairs, key.top_k,
-        key.hidden, key.inter, key.inter, 2,
+        key.hidden, key.inter, key.inter, 2, *(n for n in blocks[0] if n != 1),
     )  # fmt: skip
-    down = (a, a_scale, *put(inputs.w2, inputs.w2_scale, inputs.w2_bias), *lists, at, key.pairs, key.hidden, key.inter,
-            key.inter)  # fmt: skip
+    down = (a, a_scale, *put(inputs.w2, scales[1], inputs.w2_bias), *lists, at, key.pairs, key.hidden, key.inter,
+            key.inter, *(n for n in blocks[1] if n != 1))  # fmt: skip
     for kernel, given in (("gate_up", up), ("down", down)):
         ptx = texts[f"_moe_{kernel}_kernel"]
         _, first = numbers(ptx, len(given))
