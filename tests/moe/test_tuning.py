@@ -118,7 +118,7 @@ def test_other_fields_are_refused_by_name(fields: Any, text: str) -> None:
 )
 def test_a_plan_that_cannot_run_is_said_and_not_used(measured: Install, fields: Any, why: str) -> None:
     measured(KEY, fields)
-    with pytest.warns(RuntimeWarning, match=f"NVIDIA_H200.json: the plan for .* up to 64 tokens .*{why}"):
+    with pytest.warns(RuntimeWarning, match=f"NVIDIA_H200.json: the plan for .* up to size 64 .*{why}"):
         assert choose.choose(KEY) == plan.analytic(KEY)
 
 

@@ -153,6 +153,16 @@ def merged(
     return PlanTable(gpu, sms, tuple(sorted(kept, key=_order)), origin)
 
 
+def refuse(folder: Path, gpu: str, entry: Entry, why: str, operator: str) -> None:
+    """Warn that the plan of an entry cannot be used and the analytic one is."""
+    warnings.warn(
+        f"hpc: {path_of(folder, gpu)}: the plan for {dict(entry.axes)} up to size {entry.size} cannot be used ({why}); "
+        f"the analytic one is. `hpc tune {operator}` measures anew.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
 def from_fields(kind: type[T], values: Any, where: str = "plan") -> T:
     """The inverse of `dataclasses.asdict` for a plan of type `kind`.
 

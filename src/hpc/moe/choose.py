@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,12 +45,6 @@ def _measured(key: Key) -> Plan | None:
     except ValueError as error:
         why = str(error)
     if why is not None:
-        path = plan_table.path_of(CONFIGS, key.gpu)
-        warnings.warn(
-            f"hpc: {path}: the plan for {dict(entry.axes)} and up to {entry.size} tokens cannot be used ({why}); the "
-            "analytic one is. `hpc tune moe.fused` measures anew.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        plan_table.refuse(CONFIGS, key.gpu, entry, why, "moe.fused")
         return None
     return plan if is_legal(plan, key) is None else None

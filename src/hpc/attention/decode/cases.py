@@ -15,6 +15,7 @@ from hpc.attention.decode.case_lists import DecodeCase
 from hpc.attention.decode.reference import decode_reference
 from hpc.bench.providers import Provider
 from hpc.bench.rivals import decode as rivals
+from hpc.common import arch
 from hpc.common.operator import Case, Floor, Progress, Tolerance
 from hpc.testing import PagedCache, make_paged_cache
 
@@ -34,10 +35,11 @@ TOLERANCES["fp8 many rows"] = Tolerance(rms=2.0e-3, max=8e-3)
 
 
 def many_rows_kernel(params: DecodeCase) -> bool:
-    """Whether the kernel for many rows is the choice for an FP8 case on SM90."""
-    small = max(params.head_dim, params.value_dim) <= 128
+    """Whether the kernel for many rows is the choice for an FP8 case on this machine."""
+    small = max(params.head_dim, params.value_dim) <= 128 and params.page_size in choose.TMA_PAGE_SIZES
     many = params.group * params.num_new_tokens >= choose.ROWS_FROM
-    return params.dtype == "fp8" and params.quant_type == 1 and small and many
+    taken = params.dtype == "fp8" and params.quant_type == 1 and small and many
+    return taken and arch.gpu_available() and arch.is_hopper("cuda")
 
 
 def tolerance(params: DecodeCase, many_rows: bool | None = None) -> Tolerance:

@@ -5,7 +5,6 @@ Pure Python on integers and flags; nothing here touches a tensor or a device.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -173,13 +172,7 @@ def _measured(key: Key) -> Plan | None:
     try:
         plan = plan_table.from_fields(Plan, entry.plan)
     except ValueError as error:
-        path = plan_table.path_of(CONFIGS, key.gpu)
-        warnings.warn(
-            f"hpc: {path}: a plan for {dict(entry.axes)} cannot be used ({error}); the analytic one is. "
-            "`hpc tune attention.decode` measures anew.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        plan_table.refuse(CONFIGS, key.gpu, entry, str(error), "attention.decode")
         return None
     return plan if is_legal(plan, key) is None else None
 

@@ -253,14 +253,17 @@ def _portable(inputs: PrefillInputs) -> Any:
     return lambda: attend(inputs, plan=chosen)
 
 
+def _key(inputs: PrefillInputs) -> plan.Key:
+    return key_of(inputs.params, sm90=arch.is_hopper(inputs.q.device))
+
+
 def _whole(inputs: PrefillInputs) -> Any:
-    key = key_of(inputs.params, sm90=arch.is_hopper(inputs.q.device))
-    chosen = replace(plan.choose(key), splits=1)
+    chosen = replace(plan.choose(_key(inputs)), splits=1)
     return lambda: attend(inputs, plan=chosen)
 
 
 def _chosen_tolerance(inputs: PrefillInputs) -> Tolerance:
-    return tolerance(inputs.params, plan.choose(key_of(inputs.params, sm90=True)))
+    return tolerance(inputs.params, plan.choose(_key(inputs)))
 
 
 def _portable_tolerance(inputs: PrefillInputs) -> Tolerance:
@@ -268,7 +271,7 @@ def _portable_tolerance(inputs: PrefillInputs) -> Tolerance:
 
 
 def _sm90(inputs: PrefillInputs, **fields: Any) -> Any:
-    key = key_of(inputs.params, sm90=arch.is_hopper(inputs.q.device))
+    key = _key(inputs)
     chosen = replace(plan.sm90(key), **fields)
     why = plan.is_legal(chosen, key)
     if why is not None:

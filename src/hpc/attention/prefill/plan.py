@@ -163,7 +163,8 @@ def parts(tokens: int, batch: int, reach: int, chosen: Plan, key: Key) -> int:
 def _parts(items: int, blocks: int, sms: int) -> int:
     """The number of parts with the least estimated time, in blocks, for items of so many blocks on `sms` CTAs at once.
 
-    Scratch stays within two rounds of CTAs: items * parts <= 2 sms, see `scratch_bytes`.
+    items * parts <= 2 sms, so scratch in fp32, outputs and lse of an item's `block_m` rows a part, stays below
+    2 sms * block_m * (v_dim + 2) * 4 bytes: 17 MB on 132 multiprocessors for 128 columns.
     """
 
     def time(n: int) -> int:
@@ -172,12 +173,6 @@ def _parts(items: int, blocks: int, sms: int) -> int:
 
     best = min((n for n in range(1, MOST_SPLITS + 1) if n == 1 or items * n <= 2 * sms), key=time)
     return best if 4 * time(best) <= 3 * time(1) else 1
-
-
-def scratch_bytes(tokens: int, key: Key, splits: int) -> int:
-    """Results of the parts of a call, their lse and the joined one, in fp32. Where `parts` chose, at most
-    2 * sms * block_m * (v_dim + 1) * 4, an item having `block_m` rows: 17 MB on 132 multiprocessors for 128 columns."""
-    return tokens * key.q_heads * (splits * (key.v_dim + 1) + 1) * 4
 
 
 def sm90(key: Key) -> Plan:
