@@ -37,6 +37,12 @@ CASES: dict[str, tuple[int, int, int, int, bool, int, int, int, int, bool]] = {
     "block pair fresh 64": (150, 2, 320, 192, True, 128, 1, 8, 4, True),
     "block pair fresh 128": (150, 2, 320, 128, True, 128, 1, 8, 4, True),
     "block pair, one block fresh 64": (70, 1, 64, 64, True, 128, 1, 8, 4, True),
+    "tensor 3 tiles cut": (17, 4, 512, 128, False, 8, 2, 4, 1, False),
+    "block 3 tiles cut": (17, 4, 512, 192, True, 8, 2, 4, 1, False),
+    "tensor 3 tiles in turn": (17, 4, 384, 128, False, 8, 1, 4, 2, True),
+    "block 3 tiles in turn": (17, 4, 384, 192, True, 8, 1, 4, 2, True),
+    "tensor 2 tiles among many": (9, 10, 512, 128, False, 8, 2, 4, 1, False),
+    "tensor pair 3 tiles fresh 128": (257, 2, 128, 192, False, 128, 1, 8, 4, True),
 }
 # The two kernels for a handful of tokens: (tokens, experts, hidden, inter, block scales).
 TINY: dict[str, tuple[int, int, int, int, bool]] = {
@@ -106,6 +112,8 @@ def index_of(ids: Any, experts: int, tile: int) -> dict[str, Any]:
     """The tile list as the index build makes it."""
     import torch
 
+    from hpc.moe import order
+
     flat = ids.flatten().long()
     pair = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=experts)
@@ -115,7 +123,26 @@ def index_of(ids: Any, experts: int, tile: int) -> dict[str, Any]:
         start += count
     columns = [torch.tensor(column, dtype=torch.int32) for column in zip(*tiles, strict=True)]
     named = dict(zip(("expert", "start", "rows"), columns, strict=True))
-    return {**named, "num_tiles": torch.tensor([len(tiles)], dtype=torch.int32), "pair": pair.to(torch.int32)}
+    live = [(expert, -(-count // tile)) for expert, count in enumerate(counts.tolist()) if count]
+    words = [order.pack(expert, index, count) for expert, count in live for index in range(count)]
+    named["expert"] = torch.tensor(words, dtype=torch.int32)
+    number = torch.tensor([len(tiles), order.in_turn(words, len(live))], dtype=torch.int32)
+    return {**named, "num_tiles": number, "pair": pair.to(torch.int32)}
+
+
+def routing(name: str, ids: Any) -> Any:
+    """Ids of a case whose name says how many tiles an expert has; any others are as given."""
+    import torch
+
+    if "3 tiles" in name:  # of expert 1; one each of the last two, none of the first
+        ids = torch.ones_like(ids)
+        if "pair" not in name:
+            ids[:8, 1], ids[8:16, 1] = 2, 3
+        else:
+            ids[:100, 1] = 0
+    elif "2 tiles" in name:  # of the first expert, one of each other
+        ids = torch.stack([torch.zeros(9), torch.arange(1, 10)], 1).to(ids.dtype)
+    return ids
 
 
 def run_case(name: str) -> dict[str, Any]:
@@ -134,6 +161,7 @@ def run_case(name: str) -> dict[str, Any]:
     tokens, experts, hidden, inter, block, tile, boxes, warps, producers, in_turn = CASES[name]
     params = MoeCase(tokens, experts, hidden, inter, top_k=2, block=block)
     inputs = cases.make_inputs(params, "cpu", len(name))
+    inputs = replace(inputs, topk_ids=routing(name, inputs.topk_ids))
     key = replace(cases.key_of(inputs), sm90=True, hardware_fp8=True)
     fresh = int(name.rsplit(" ", 1)[1]) if "fresh" in name else 128 if block else 256
     pair = "pair" in name

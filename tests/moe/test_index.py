@@ -8,7 +8,7 @@ import pytest
 import torch
 from moe_support import InterpretedKernel, arguments, words
 
-from hpc.moe import cases, launch, plan
+from hpc.moe import cases, launch, order, plan
 from hpc.moe.case_lists import MoeCase
 from hpc.moe.cases import key_of
 
@@ -50,15 +50,17 @@ def check(
     assert all(rows[p] == -1 for p in range(pairs) if not ours[p])
     counts = [sum(1 for p in expected if local[p] == e) for e in range(experts)]
     assert words(scratch, layout.totals, experts) == counts
-    num_tiles = words(scratch, layout.num_tiles, 1)[0]
+    num_tiles, in_turn = words(scratch, layout.num_tiles, 2)
     assert num_tiles == sum(-(-n // tile) for n in counts) <= layout.max_tiles
     wanted, start = [], 0
     for expert, count in enumerate(counts):
         for first in range(0, count, tile):
-            wanted.append((expert, start + first, min(tile, count - first)))
+            word = order.pack(expert, first // tile, -(-count // tile))
+            wanted.append((word, start + first, min(tile, count - first)))
         start += count
     fields = (words(scratch, at, num_tiles) for at in (layout.expert, layout.start, layout.rows))
     assert list(zip(*fields, strict=True)) == wanted
+    assert in_turn == order.in_turn([word for word, _, _ in wanted], sum(n > 0 for n in counts))
 
 
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
@@ -89,6 +91,12 @@ def test_any_routing(data: st.DataObject) -> None:
 def test_one_expert_takes_all(fused: bool) -> None:
     ids = torch.full((33, 2), 3)
     check(ids, torch.ones(33, 2), 4, 0, 16, 16, fused)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_experts_of_more_tiles_than_a_group(fused: bool) -> None:
+    ids = torch.tensor([0] + [1] * (16 * 16 + 1) + [2] * (16 * 32) + [4])[:, None]
+    check(ids, torch.ones(ids.shape), 5, 0, 16, 128, fused)
 
 
 @pytest.mark.parametrize("pairs", [255, 256, 257])

@@ -71,7 +71,7 @@ def test_scratch_fields_do_not_overlap() -> None:
             "counts": 0 if chosen.fused_index else 4 * layout.num_chunks * scratch.expert_bins(each),
             "totals": 4 * scratch.expert_bins(each),
             "expert": 4 * layout.max_tiles, "start": 4 * layout.max_tiles, "rows": 4 * layout.max_tiles,
-            "num_tiles": 4, "pair": 4 * each.pairs, "row": 4 * each.pairs, "counters": 4 * layout.num_counters,
+            "num_tiles": 8, "pair": 4 * each.pairs, "row": 4 * each.pairs, "counters": 4 * layout.num_counters,
             "act": each.pairs * each.inter, "act_scale": 4 * each.pairs * each.groups * each.block_scales,
             "parts": 0, "y": 0 if tiny else 2 * each.pairs * each.hidden,
         }  # fmt: skip

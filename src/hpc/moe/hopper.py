@@ -10,8 +10,9 @@ column in its own accumulator, 8 rows apart. Columns past I arrive as zeros.
     consumer warps   d = w x^T per stage from a fresh accumulator, acc += d * scales in fp32 (the FP8 accumulator of
                      the tensor core keeps 14 bits), then a = quantise(silu(gate) * up)
 
-SPLIT (few rows): every program takes an equal run of stages, wherever items begin or end. A program that holds a part
-of an item stores fp32 sums; the one that arrives last adds all parts in the order of the programs and finishes the
+SPLIT (few rows): every program takes an equal run of stages, wherever items begin or end. Where enough experts have
+several tiles (`order`), that is what is done with the items that are left after all programs took as many whole ones in
+turn: a block of weights is then read at one time for all tiles. A program that holds a part of an item stores fp32 sums; the one that arrives last adds all parts in the order of the programs and finishes the
 item. Counters are zeroed by the index build.
 """
 
@@ -31,6 +32,7 @@ from hpc.common.gluon import (
 )
 from hpc.moe.hopper_config import UpConfig
 from hpc.moe.hopper_math import gated, inverse
+from hpc.moe.hopper_order import all_of
 from hpc.moe.hopper_ring import advance, hand_over, hand_over_rest
 
 __all__ = ["TensorDescriptor", "UpConfig"]
@@ -38,11 +40,34 @@ __all__ = ["TensorDescriptor", "UpConfig"]
 
 @gluon.jit
 def _work(num_tiles_ptr, C: gl.constexpr):
-    """(first stage, past-the-last stage, stages a program) of this program; stages are numbered over all items."""
-    units = gl.load(num_tiles_ptr) * (C.RT * C.UNITS)
-    per = (units + gl.num_programs(0) - 1) // gl.num_programs(0)
-    first = gl.program_id(0) * per
-    return first, gl.minimum(first + per, units), per
+    """SPLIT: (base, first stage, past-the-last stage, stages a program): stages are numbered over all items; from `base`
+    on, programs take equal runs of them, this one from the first stage to the last, and before it items in turn."""
+    items = gl.load(num_tiles_ptr) * C.RT
+    whole = items // gl.num_programs(0) * gl.num_programs(0)
+    base = gl.where(gl.load(num_tiles_ptr + 1) > 0, whole, 0) * C.UNITS
+    units = items * C.UNITS
+    per = (units - base + gl.num_programs(0) - 1) // gl.num_programs(0)
+    first = base + gl.program_id(0) * per
+    return base, first, gl.minimum(first + per, units), per
+
+
+@gluon.jit
+def _first_place(base, first, C: gl.constexpr):
+    """Where this program begins: a stage, or an item without SPLIT."""
+    if C.SPLIT:
+        return gl.where(base > 0, gl.program_id(0) * C.UNITS, first)
+    else:
+        return gl.program_id(0)
+
+
+@gluon.jit
+def _next_place(u, begin, end, base, first, C: gl.constexpr):
+    """Where it goes on after the stages from `begin` to `end` of the item at u."""
+    if C.SPLIT:
+        turn = u + gl.num_programs(0) * C.UNITS
+        return gl.where(u < base, gl.where(turn < base, turn, first), u + end - begin)
+    else:
+        return u + gl.num_programs(0)
 
 
 @gluon.jit
@@ -73,21 +98,17 @@ def _producer(w_desc, x_ptr, xs_ptr, wbuf, xbuf, sbuf, full_bars, empty_bars, ex
     kk = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, C.GATHER)), 0)
     sn = gl.arange(0, C.N, gl.BlockedLayout([1], [32], [C.PWARPS], [0]))
     pdl_wait(C.PDL)
-    u, last, _ = _work(num_tiles_ptr, C)
+    base, first, last, _ = _work(num_tiles_ptr, C)
     num_items = gl.load(num_tiles_ptr) * C.RT
-    if not C.SPLIT:
-        u = gl.program_id(0)
+    u = _first_place(base, first, C)
     stage = 0
     phase = 1
     done = 0
     late = 0
     item, begin, end, more = _next_item(u, last, num_items, C)
     while more:
-        tile = item // C.RT
-        column = (item - tile * C.RT) * (8 * C.HALVES)
-        expert = gl.load(expert_ptr + tile)
-        start = gl.load(start_ptr + tile)
-        rows = gl.load(rows_ptr + tile)
+        expert, block, start, rows = all_of(expert_ptr, start_ptr, rows_ptr, item, C)
+        column = block * (8 * C.HALVES)
         token = gl.load(pair_ptr + start + n, mask=n < rows, other=0) // top_k
         row_at = x_ptr + gl.expand_dims(token.to(gl.int64) * C.H, 1) + kk
         row_ok = gl.expand_dims(n < rows, 1) & (kk >= 0)
@@ -116,10 +137,7 @@ def _producer(w_desc, x_ptr, xs_ptr, wbuf, xbuf, sbuf, full_bars, empty_bars, ex
                     )
             late, done = hand_over(full_bars, late, done, C)
             stage, phase = advance(stage, phase, C)
-        if C.SPLIT:
-            u += end - begin
-        else:
-            u += gl.num_programs(0)
+        u = _next_place(u, begin, end, base, first, C)
         item, begin, end, more = _next_item(u, last, num_items, C)
     hand_over_rest(full_bars, late, done, C)
 
@@ -298,11 +316,9 @@ def _consumer(wtile, xtile, sbuf, full_bars, empty_bars, ws_ptr, act_ptr, expert
     """The warps that compute; see the module docstring."""
     pdl_wait(C.PDL)
     pdl_launch(C.PDL)  # after the wait: what the next kernel reads early, the index, is then complete
-    u, last, per = _work(num_tiles_ptr, C)
+    base, first, last, per = _work(num_tiles_ptr, C)
     num_items = gl.load(num_tiles_ptr) * C.RT
-    first_of_program = u
-    if not C.SPLIT:
-        u = gl.program_id(0)
+    u = _first_place(base, first, C)
     act = 1.0
     if not C.BLOCK:
         act = gl.load(act_ptr)
@@ -310,11 +326,8 @@ def _consumer(wtile, xtile, sbuf, full_bars, empty_bars, ws_ptr, act_ptr, expert
     phase = 0
     item, begin, end, more = _next_item(u, last, num_items, C)
     while more:
-        tile = item // C.RT
-        column = (item - tile * C.RT) * (64 * C.HALVES)
-        expert = gl.load(expert_ptr + tile)
-        start = gl.load(start_ptr + tile)
-        rows = gl.load(rows_ptr + tile)
+        expert, block, start, rows = all_of(expert_ptr, start_ptr, rows_ptr, item, C)
+        column = block * (64 * C.HALVES)
         scale = 1.0
         scales_at = ws_ptr
         if C.BLOCK:
@@ -331,10 +344,10 @@ def _consumer(wtile, xtile, sbuf, full_bars, empty_bars, ws_ptr, act_ptr, expert
             column1 = gl.minimum(column + 64, C.I - 64)
         if C.SPLIT:
             if not whole:
-                item_begin = item * C.UNITS
+                item_begin = item * C.UNITS - base
                 offsets = _offsets(C)
                 if begin < C.KU:
-                    at = _slot(part_ptr, gl.program_id(0), first_of_program, item_begin, 0, C)
+                    at = _slot(part_ptr, gl.program_id(0), first - base, item_begin, 0, C)
                     gl.store(at + offsets, acc)
         h0 = _activation(acc, scale, C)
         h1 = h0
@@ -346,13 +359,13 @@ def _consumer(wtile, xtile, sbuf, full_bars, empty_bars, ws_ptr, act_ptr, expert
             if C.SPLIT:
                 if not whole:
                     if end > C.KU:
-                        at = _slot(part_ptr, gl.program_id(0), first_of_program, item * C.UNITS, 1, C)
+                        at = _slot(part_ptr, gl.program_id(0), first - base, item * C.UNITS - base, 1, C)
                         gl.store(at + _offsets(C), acc)
             h1 = _activation(acc, scale, C)
         finish = whole
         if C.SPLIT:
             if not whole:
-                item_begin = item * C.UNITS
+                item_begin = item * C.UNITS - base
                 holders = (item_begin + C.UNITS - 1) // per - item_begin // per + 1
                 barrier()
                 arrived = gl.atomic_add(counter_ptr + item, 1, sem="acq_rel", scope="gpu")
@@ -366,10 +379,7 @@ def _consumer(wtile, xtile, sbuf, full_bars, empty_bars, ws_ptr, act_ptr, expert
                         h1 = h0
         if finish:
             _finish(h0, h1, act, a_ptr, as_ptr, start, rows, column, stride_a, num_rows, C)
-        if C.SPLIT:
-            u += end - begin
-        else:
-            u += gl.num_programs(0)
+        u = _next_place(u, begin, end, base, first, C)
         item, begin, end, more = _next_item(u, last, num_items, C)
 
 

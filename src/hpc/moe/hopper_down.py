@@ -4,7 +4,8 @@ Weights stand on the M side of `wgmma`: a tile is 128 columns of the output time
 since the rows of an expert lie together. Rows past the end of a tile belong to the next expert; their columns of the
 accumulator are computed and not stored.
 
-    grid (programs): equal runs of tiles (tile of rows, 128 output columns), or, SPREAD, tiles in turn
+    grid (programs): items (tile of rows, 128 output columns), in equal runs, or in turn if SPREAD or if enough experts
+                     have several tiles: `order`
     producer warp    starts on the weights before the gate-up kernel has ended: the tile list is older than that
     consumer warps   acc += (w a^T per stage) * scales in fp32
 """
@@ -15,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from hpc.common.gluon import barrier, fence_async_shared, mbarrier, pdl_launch, pdl_wait, tma_load
 from hpc.moe.hopper_config import DownConfig
+from hpc.moe.hopper_order import all_of, first_row, operands_of, weights_of
 from hpc.moe.hopper_ring import advance
 
 __all__ = ["DownConfig"]
@@ -22,13 +24,16 @@ __all__ = ["DownConfig"]
 
 @gluon.jit
 def _range(num_tiles_ptr, C: gl.constexpr):
-    """(first tile, past-the-last tile, step) of this program."""
-    tiles = gl.load(num_tiles_ptr) * C.RT
+    """(first item, past-the-last item, step) of this program."""
+    items = gl.load(num_tiles_ptr) * C.RT
     pid = gl.program_id(0)
     if C.SPREAD:
-        return pid, tiles, gl.num_programs(0)
+        return pid, items, gl.num_programs(0)
     else:
-        return pid * tiles // gl.num_programs(0), (pid + 1) * tiles // gl.num_programs(0), 1
+        in_turn = gl.load(num_tiles_ptr + 1) > 0
+        first = gl.where(in_turn, pid, pid * items // gl.num_programs(0))
+        last = gl.where(in_turn, items, (pid + 1) * items // gl.num_programs(0))
+        return first, last, gl.where(in_turn, gl.num_programs(0), 1)
 
 
 @gluon.jit
@@ -55,29 +60,24 @@ def _producer(w_desc, a_desc, wbuf, abuf, full_bars, empty_bars, expert_ptr, sta
     units = (last - first + step - 1) // step * C.KU
     for i in gl.static_range(STAGES):
         if i < units:
-            item = first + i // C.KU * step
-            tile = item // C.RT
+            expert, block = weights_of(expert_ptr, first + i // C.KU * step, C)
             mbarrier.expect(full_bars.index(i), BYTES)
-            fetch_weights(w_desc, wbuf, full_bars.index(i), i, gl.load(expert_ptr + tile),
-                           (item - tile * C.RT) * 128, i % C.KU * (C.KS * C.BK), C)  # fmt: skip
+            k0 = i % C.KU * (C.KS * C.BK)
+            fetch_weights(w_desc, wbuf, full_bars.index(i), i, expert, block * 128, k0, C)
     pdl_wait(C.PDL)
     for i in gl.static_range(STAGES):
         if i < units:
-            tile = (first + i // C.KU * step) // C.RT
-            start = gl.load(start_ptr + tile)
+            start = first_row(expert_ptr, start_ptr, first + i // C.KU * step, C)
             fetch_rows(a_desc, abuf, full_bars.index(i), i, start, i % C.KU * (C.KS * C.BK), C)
     stage = 0
     phase = 0
     for unit in range(STAGES, units):
-        item = first + unit // C.KU * step
-        tile = item // C.RT
+        expert, block, start = operands_of(expert_ptr, start_ptr, first + unit // C.KU * step, C)
         k0 = unit % C.KU * (C.KS * C.BK)
-        expert = gl.load(expert_ptr + tile)
-        start = gl.load(start_ptr + tile)
         mbarrier.wait(empty_bars.index(stage), phase)
         full = full_bars.index(stage)
         mbarrier.expect(full, BYTES)
-        fetch_weights(w_desc, wbuf, full, stage, expert, (item - tile * C.RT) * 128, k0, C)
+        fetch_weights(w_desc, wbuf, full, stage, expert, block * 128, k0, C)
         fetch_rows(a_desc, abuf, full, stage, start, k0, C)
         stage, phase = advance(stage, phase, C)
 
@@ -99,11 +99,8 @@ def _consumer(wbuf, abuf, full_bars, empty_bars, ws_ptr, as_ptr, expert_ptr, sta
     pdl_wait(C.PDL)
     pdl_launch(C.PDL)
     for item in range(first, last, step):
-        tile = item // C.RT
-        column = (item - tile * C.RT) * 128
-        expert = gl.load(expert_ptr + tile)
-        start = gl.load(start_ptr + tile)
-        rows = gl.load(rows_ptr + tile)
+        expert, block, start, rows = all_of(expert_ptr, start_ptr, rows_ptr, item, C)
+        column = block * 128
         pair = gl.load(pair_ptr + start + on, mask=on < rows, other=0)
         acc = zero
         if C.BLOCK:
@@ -163,7 +160,7 @@ def _moe_down_sm90_kernel(
     w_desc, a_desc, ws_ptr, as_ptr, expert_ptr, start_ptr, rows_ptr, num_tiles_ptr, pair_ptr, y_ptr,
     num_rows, ws_rows, ws_cols, C: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of this program, in order; see the module docstring for formulas and grid.
+    """Items of this program, in order; see the module docstring for formulas and grid.
 
     as_ptr: fp32 [ceil(I / 128), num_rows]; y_ptr: bf16 [pairs, H].
     """

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from hpc.common.gluon import barrier, fence_async_shared, mbarrier, pdl_launch, pdl_wait, tma_load
 from hpc.moe.hopper_math import gated, inverse
+from hpc.moe.hopper_order import all_of
 from hpc.moe.hopper_ring import advance, hand_over, hand_over_rest
 
 
@@ -39,11 +40,8 @@ def _up_producer(w_desc, x_ptr, xs_ptr, wbuf, xbuf, sbuf, full_bars, empty_bars,
     done = 0
     late = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        tile = item // C.RT
-        column = (item - tile * C.RT) * 16
-        expert = gl.load(expert_ptr + tile)
-        start = gl.load(start_ptr + tile)
-        rows = gl.load(rows_ptr + tile)
+        expert, block, start, rows = all_of(expert_ptr, start_ptr, rows_ptr, item, C)
+        column = block * 16
         token = gl.load(pair_ptr + start + n, mask=n < rows, other=0) // top_k
         row_at = x_ptr + gl.expand_dims(token.to(gl.int64) * C.H, 1) + kk
         row_ok = gl.expand_dims(n < rows, 1) & (kk >= 0)
@@ -184,11 +182,8 @@ def _up_consumer(GROUP: gl.constexpr, wtile, xtile, stile, full_bars, empty_bars
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        tile = item // C.RT
-        column = (item - tile * C.RT) * 128
-        expert = gl.load(expert_ptr + tile)
-        start = gl.load(start_ptr + tile)
-        rows = gl.load(rows_ptr + tile)
+        expert, block, start, rows = all_of(expert_ptr, start_ptr, rows_ptr, item, C)
+        column = block * 128
         if rows > FIRST:
             scale = 1.0
             scales_at = ws_ptr

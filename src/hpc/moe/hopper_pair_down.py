@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from hpc.common.gluon import barrier, fence_async_shared, mbarrier, pdl_launch, pdl_wait
 from hpc.moe.hopper_down import fetch_rows, fetch_weights
+from hpc.moe.hopper_order import all_of, first_row, operands_of, weights_of
 from hpc.moe.hopper_pair import added, pass_on, sum_of
 from hpc.moe.hopper_ring import advance
 
@@ -25,28 +26,23 @@ def _producer(w_desc, a_desc, wbuf, abuf, full_bars, empty_bars, expert_ptr, sta
     units = gl.maximum(gl.load(num_tiles_ptr) * C.RT - first + step - 1, 0) // step * C.KB
     for i in gl.static_range(STAGES):
         if i < units:
-            item = first + i // C.KB * step
-            tile = item // C.RT
+            expert, block = weights_of(expert_ptr, first + i // C.KB * step, C)
             mbarrier.expect(full_bars.index(i), BYTES)
-            fetch_weights(w_desc, wbuf, full_bars.index(i), i, gl.load(expert_ptr + tile),
-                           (item - tile * C.RT) * 256, i % C.KB * C.BK, C)  # fmt: skip
+            fetch_weights(w_desc, wbuf, full_bars.index(i), i, expert, block * 256, i % C.KB * C.BK, C)
     pdl_wait(C.PDL)
     for i in gl.static_range(STAGES):
         if i < units:
-            start = gl.load(start_ptr + (first + i // C.KB * step) // C.RT)
+            start = first_row(expert_ptr, start_ptr, first + i // C.KB * step, C)
             fetch_rows(a_desc, abuf, full_bars.index(i), i, start, i % C.KB * C.BK, C)
     stage = 0
     phase = 0
     for unit in range(STAGES, units):
-        item = first + unit // C.KB * step
-        tile = item // C.RT
+        expert, block, start = operands_of(expert_ptr, start_ptr, first + unit // C.KB * step, C)
         k0 = unit % C.KB * C.BK
-        expert = gl.load(expert_ptr + tile)
-        start = gl.load(start_ptr + tile)
         mbarrier.wait(empty_bars.index(stage), phase)
         full = full_bars.index(stage)
         mbarrier.expect(full, BYTES)
-        fetch_weights(w_desc, wbuf, full, stage, expert, (item - tile * C.RT) * 256, k0, C)
+        fetch_weights(w_desc, wbuf, full, stage, expert, block * 256, k0, C)
         fetch_rows(a_desc, abuf, full, stage, start, k0, C)
         stage, phase = advance(stage, phase, C)
 
@@ -129,11 +125,8 @@ def _consumer(GROUP: gl.constexpr, wtile, atile, full_bars, empty_bars, ws_ptr, 
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        tile = item // C.RT
-        column = (item - tile * C.RT) * 256
-        expert = gl.load(expert_ptr + tile)
-        start = gl.load(start_ptr + tile)
-        rows = gl.load(rows_ptr + tile)
+        expert, block, start, rows = all_of(expert_ptr, start_ptr, rows_ptr, item, C)
+        column = block * 256
         if rows > FIRST:
             pair = gl.load(pair_ptr + start + on, mask=on < rows, other=0)
             if C.BLOCK:

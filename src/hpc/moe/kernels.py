@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 
 from hpc.common.triton_helpers import e4m3_bytes_to_fp16, pdl_launch, pdl_wait, round_to_bf16, to_bf16
+from hpc.moe import order
+
+EXPERT_MASK = tl.constexpr((1 << order.EXPERT_BITS) - 1)  # of a word of the tile list
 
 
 @triton.jit
@@ -92,7 +95,7 @@ def _moe_gate_up_kernel(
     for item in range(tl.program_id(0), work, tl.num_programs(0)):
         tile = item // column_blocks
         i = item % column_blocks * 128 + tl.arange(0, 128)
-        expert = tl.load(expert_ptr + tile).to(tl.int64)
+        expert = (tl.load(expert_ptr + tile) & EXPERT_MASK).to(tl.int64)
         start = tl.load(start_ptr + tile)
         live = r < tl.load(rows_ptr + tile)
         pair = tl.load(pair_ptr + start + r, mask=live, other=0)
@@ -166,7 +169,7 @@ def _moe_down_kernel(
     for item in range(tl.program_id(0), work, tl.num_programs(0)):
         tile = item // column_blocks
         h = item % column_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
-        expert = tl.load(expert_ptr + tile).to(tl.int64)
+        expert = (tl.load(expert_ptr + tile) & EXPERT_MASK).to(tl.int64)
         start = tl.load(start_ptr + tile)
         live = r < tl.load(rows_ptr + tile)
         row = (start + r).to(tl.int64)

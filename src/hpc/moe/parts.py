@@ -97,7 +97,7 @@ def build_index(
     index, stream = ids.device.index, raw_stream(ids.device.index)
     pdl = arch.is_hopper(ids.device)
     counts = torch.empty(1 if fused else chunks * bins, dtype=torch.int32, device=ids.device)
-    dropped = torch.empty(3 * max_tiles + 1 + pairs, dtype=torch.int32, device=ids.device)
+    dropped = torch.empty(3 * max_tiles + 2 + pairs, dtype=torch.int32, device=ids.device)
     lists = [dropped[i * max_tiles :] for i in range(3)]
     where = (pairs, experts, rank_ep * experts)
     if not fused:
@@ -110,7 +110,7 @@ def build_index(
     place = _kernel("_moe_place_kernel", 4, pdl, index, bins, chunk, plan.power_of_two(pairs), tile, fused,
                     max_tiles % 4)  # fmt: skip
     args = (
-        ids, ids, counts, totals, *lists, dropped[3 * max_tiles :], dropped[3 * max_tiles + 1 :], position, counts,
+        ids, ids, counts, totals, *lists, dropped[3 * max_tiles :], dropped[3 * max_tiles + 2 :], position, counts,
         *where, 0, bins, chunk, plan.power_of_two(pairs), tile, fused, False, pdl,
     )  # fmt: skip
     place((chunks, 1, 1), stream, args)

@@ -5,13 +5,20 @@ Pairs p = token * top_k + k are counted into contiguous row ranges, one a local 
     row(p) = rows of smaller experts + pairs q < p of the same expert
 
 No atomics: each program counts what it needs, so the same ids give the same rows. A range is cut into tiles of at most
-TILE rows; the tile list (expert, first row, rows) is what the GEMMs walk, so empty experts cost nothing.
+TILE rows; the tile list (expert, first row, rows) is what the GEMMs walk, so empty experts cost nothing. Its word for
+the expert also says which tile of a group of the expert's this is: see `order`.
 """
 
 import triton
 import triton.language as tl
 
 from hpc.common.triton_helpers import pdl_launch, pdl_wait, to_bf16
+from hpc.moe import order
+
+EXPERT_BITS = tl.constexpr(order.EXPERT_BITS)
+GROUP = tl.constexpr(order.GROUP)
+GROUP_BITS = tl.constexpr(order.GROUP_BITS)
+IN_TURN = tl.constexpr(order.IN_TURN)
 
 
 @triton.jit(
@@ -107,8 +114,8 @@ def _moe_place_kernel(
 
     FUSED: one launch for at most PAIRS pairs, each program counts all of them itself. Otherwise before_ptr
     [chunks, EP] and total_ptr [EP] come from the two kernels above; FUSED writes total_ptr. Writes pair_ptr
-    [row] = pair, row_ptr[pair] = row or -1, tiles (expert_ptr, start_ptr, rows_ptr), their number, and zeros to the
-    arrival counters of the GEMM that follows.
+    [row] = pair, row_ptr[pair] = row or -1, tiles (expert_ptr, start_ptr, rows_ptr), num_tiles_ptr [2] = their number
+    and `order.in_turn`, and zeros to the arrival counters of the GEMM that follows.
     """
     pdl_wait(PDL)
     pdl_launch(PDL)
@@ -137,16 +144,23 @@ def _moe_place_kernel(
     first_row = tl.cumsum(total, 0) - total
     first_tile = tl.cumsum(tiles, 0) - tiles
     row = tl.gather(first_row, local, 0) + rank
-    tile = tl.gather(first_tile, local, 0) + rank // TILE
+    index = rank // TILE
+    tile = tl.gather(first_tile, local, 0) + index
     count = tl.gather(total, local, 0)
+    in_group = index % GROUP
+    group = tl.minimum((count + TILE - 1) // TILE - (index - in_group), GROUP)
+    word = local | (in_group << EXPERT_BITS) | ((group - 1) << (EXPERT_BITS + GROUP_BITS))
     tl.store(row_ptr + p, tl.where(ours, row, -1), mask=p < num_pairs)
     tl.store(pair_ptr + row, p, mask=ours)
     head = ours & (rank % TILE == 0)
-    tl.store(expert_ptr + tile, local, mask=head)
+    tl.store(expert_ptr + tile, word, mask=head)
     tl.store(start_ptr + tile, row, mask=head)
     tl.store(rows_ptr + tile, tl.minimum(count - rank, TILE), mask=head)
     if chunk == 0:
-        tl.store(num_tiles_ptr, tl.sum(tiles, 0))
+        num_tiles = tl.sum(tiles, 0)
+        more = tl.sum(tl.maximum(tiles - 1, 0), 0)
+        tl.store(num_tiles_ptr, num_tiles)
+        tl.store(num_tiles_ptr + 1, ((more > 0) & (more * IN_TURN >= num_tiles)).to(tl.int32))
     for first in range(chunk * CHUNK, num_counters, tl.num_programs(0) * CHUNK):
         tl.store(counter_ptr + first + c, tl.zeros([CHUNK], tl.int32), mask=first + c < num_counters)
 

@@ -75,7 +75,7 @@ def layout(key: Key, plan: Plan) -> Scratch:
         "expert": 4 * max_tiles,
         "start": 4 * max_tiles,
         "rows": 4 * max_tiles,
-        "num_tiles": 4,
+        "num_tiles": 8,
         "pair": 4 * pairs,
         "row": 4 * pairs,
         "counters": 4 * num_counters,
