@@ -50,6 +50,7 @@ class MoeBlock(Block):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.copies: dict[int, list[list[Any]]] = {}  # warp -> groups of copies under way, the last one open
+        self.boxes: list[tuple[int, ...]] = []  # parameter and corner of each box that TMA brought
         self.f16 = False  # the operands of the matrix instruction at hand, else bf16
 
     def value(self, warp: Warp, operand: str) -> Any:
@@ -171,9 +172,11 @@ class MoeBlock(Block):
         target, source, barrier = instruction.operands[:3]
         match = re.fullmatch(r"\[(%\w+),\s*\{(.*)\}\]", source)
         assert match is not None, source
-        tensor, shape = self.maps[int(self.value(warp, match[1])[0]) - TENSOR_MAP]
+        number = int(self.value(warp, match[1])[0]) - TENSOR_MAP
+        tensor, shape = self.maps[number]
         signed = [int(self.value(warp, name)[0]) for name in split_operands(match[2])]
         corner = [(c & 0xFFFFFFFF) - ((c & 0x80000000) << 1) for c in reversed(signed)]
+        self.boxes.append((number, *corner))
         box = np.zeros(shape, np.uint8)
         inside = tensor[tuple(slice(c, c + n) for c, n in zip(corner, shape, strict=True))]
         box[tuple(slice(0, n) for n in inside.shape)] = inside
@@ -217,11 +220,14 @@ class MoeBlock(Block):
 
 
 def launch(ptx: str, grid: tuple[int, int, int], parameters: Mapping[int, int | float], memory: Any,
-           maps: Mapping[int, Tensor], order: Any = None) -> None:  # fmt: skip
-    """Run every CTA of a one-dimensional grid, in the given order of them, on `memory`."""
+           maps: Mapping[int, Tensor], order: Any = None) -> dict[int, list[tuple[int, ...]]]:  # fmt: skip
+    """Run every CTA of a grid, in the given order along x, on `memory`; what the last ones of each x brought by TMA."""
     assert LANES.size == 32
-    program = Program(ptx)
+    program, boxes = Program(ptx), {}
     for z in range(grid[2]):
         for y in range(grid[1]):
             for x in order if order is not None else range(grid[0]):
-                MoeBlock(program, parameters, memory, (x, y, z), grid, maps).run()
+                block = MoeBlock(program, parameters, memory, (x, y, z), grid, maps)
+                block.run()
+                boxes[x] = block.boxes
+    return boxes

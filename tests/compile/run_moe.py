@@ -174,8 +174,8 @@ def run_case(name: str) -> dict[str, Any]:
     texts = compiled(params, chosen)
     memory, index = Memory(), index_of(inputs.topk_ids, experts, tile)
     places = {field: memory.put(tensor) for field, tensor in index.items()}
-    act, a_scale, a_codes = gate_up(texts, inputs, key, chosen, places, memory)
-    y = down_product(texts, inputs, key, chosen, places, memory, a_codes, a_scale)
+    act, a_scale, a_codes = gate_up(texts, inputs, key, chosen, index, places, memory)
+    y = down_product(texts, inputs, key, chosen, index, places, memory, a_codes, a_scale)
     return {"name": name, "triton": triton.__version__, **errors(inputs, index, act, a_scale, a_codes, y)}
 
 
@@ -193,7 +193,7 @@ def numbers(ptx: str, count: int) -> tuple[list[int], int]:
 
 
 def gate_up(
-    texts: Any, inputs: Any, key: Any, chosen: Any, places: Any, memory: Memory
+    texts: Any, inputs: Any, key: Any, chosen: Any, index: Any, places: Any, memory: Memory
 ) -> tuple[Any, Any, Any]:
     """(row stride, scales, codes) of the activations, all poisoned before."""
     import torch
@@ -236,11 +236,14 @@ def gate_up(
     )
     maps = {number: (view.numpy(), (1, 16 if chosen.up.pair else 8, 2, 8, 128))}
     order = [2, 0, 1] if not chosen.up.shared_order else None  # the last to arrive is not the last by number
-    launch(ptx, (PROGRAMS, 1, 1), {first + i: a for i, a in enumerate(arguments)}, memory.bytes, maps, order)
+    boxes = launch(
+        ptx, (PROGRAMS, 1, 1), {first + i: a for i, a in enumerate(arguments)}, memory.bytes, maps, order
+    )
+    check_boxes(boxes, number, up_boxes(key, chosen.up, index))
     return stride, memory.get(at[1], scales), memory.get(at[0], codes)
 
 
-def down_product(texts: Any, inputs: Any, key: Any, chosen: Any, places: Any, memory: Memory, codes: Any,
+def down_product(texts: Any, inputs: Any, key: Any, chosen: Any, index: Any, places: Any, memory: Memory, codes: Any,
                  a_scale: Any) -> Any:  # fmt: skip
     """y [pairs, H], poisoned before."""
     import torch
@@ -258,8 +261,63 @@ def down_product(texts: Any, inputs: Any, key: Any, chosen: Any, places: Any, me
         w_number: (inputs.w2.view(torch.uint8).numpy(), (1, 256 if chosen.down.pair else 128, box)),
         a_number: (codes[:, : key.inter].numpy(), (chosen.tile, box)),
     }
-    launch(ptx, (PROGRAMS, 1, 1), {first + i: a for i, a in enumerate(arguments)}, memory.bytes, maps)
+    boxes = launch(ptx, (PROGRAMS, 1, 1), {first + i: a for i, a in enumerate(arguments)}, memory.bytes, maps)
+    check_boxes(boxes, w_number, down_boxes(key, chosen.down, index))
     return memory.get(out, y)
+
+
+def check_boxes(found: Any, number: int, expected: Any) -> None:
+    """The programs brought these boxes of weights, in this order."""
+    for program, boxes in found.items():
+        corners = [corner for of, *corner in boxes if of == number]
+        assert corners == expected(program), (program, corners, expected(program))
+
+
+def up_boxes(key: Any, product: Any, index: Any) -> Any:
+    """Corners of a program's boxes of w13: `order` says which items it takes, wholly or in part."""
+    from hpc.moe import order
+
+    words = index["expert"].tolist()
+    halves = 2 if key.block_scales and not product.pair else 1
+    wide = 16 if key.block_scales or product.pair else 8
+    blocks, units = -(-key.inter // (8 * wide)), -(-key.hidden // (128 * product.boxes))
+    items = len(words) * blocks
+
+    def of(program: int) -> list[list[int]]:
+        runs = order.stages(program, PROGRAMS, items, units * halves, bool(index["num_tiles"][1]))
+        if product.shared_order:
+            runs = ((item, 0, units * halves) for item in range(program, items, PROGRAMS))
+        corners = []
+        for item, begin, end in runs:
+            tile, block = order.place(item, blocks, words)
+            for unit in range(begin, end):
+                half, k = divmod(unit, units)
+                corners += [[order.unpack(words[tile])[0], block * wide + half * 8, 0, 0, 128 * (k * product.boxes + j)]
+                            for j in range(product.boxes)]  # fmt: skip
+        return corners
+
+    return of
+
+
+def down_boxes(key: Any, product: Any, index: Any) -> Any:
+    """Corners of a program's boxes of w2."""
+    from hpc.moe import order
+
+    words, columns = index["expert"].tolist(), 256 if product.pair else 128
+    blocks = -(-key.hidden // columns)
+    items, count = len(words) * blocks, -(-key.inter // (product.box * product.boxes)) * product.boxes
+
+    def of(program: int) -> list[list[int]]:
+        run = range(program * items // PROGRAMS, (program + 1) * items // PROGRAMS)
+        if product.shared_order or index["num_tiles"][1]:
+            run = range(program, items, PROGRAMS)
+        places = [order.place(item, blocks, words) for item in run]
+        return [
+            [order.unpack(words[tile])[0], block * columns, k * product.box]
+            for tile, block in places for k in range(count)
+        ]  # fmt: skip
+
+    return of
 
 
 def errors(inputs: Any, index: Any, stride: int, a_scale: Any, codes: Any, y: Any) -> dict[str, Any]:

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.compile
 def test_kernels_compute_the_right_numbers(
     version: str, names: list[str], root: Path, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    """Items cut between programs and in turn, experts of several tiles, tails along I and H, both kinds of scales; the two-launch kernels; what
-    only the portable kernels have.
+    """Items cut between programs and in turn, experts of several tiles, tails along I and H, both kinds of scales; the
+    two-launch kernels; what only the portable kernels have. Weights are read in the order of `hpc.moe.order`.
 
     The machine adds exactly, so activations are those of float64 to the bit but for ties; y is computed from them.
     """

@@ -11,9 +11,10 @@ column in its own accumulator, 8 rows apart. Columns past I arrive as zeros.
                      the tensor core keeps 14 bits), then a = quantise(silu(gate) * up)
 
 SPLIT (few rows): every program takes an equal run of stages, wherever items begin or end. Where enough experts have
-several tiles (`order`), that is what is done with the items that are left after all programs took as many whole ones in
-turn: a block of weights is then read at one time for all tiles. A program that holds a part of an item stores fp32 sums; the one that arrives last adds all parts in the order of the programs and finishes the
-item. Counters are zeroed by the index build.
+several tiles (`order`), programs first take whole items in turn as often as all of them get one, so that a block of
+weights is read at one time for all tiles, and equal runs of what is left. A program that holds a part of an item stores
+fp32 sums; the one that arrives last adds all parts in the order of the programs and finishes the item. Counters are
+zeroed by the index build.
 """
 
 from triton.experimental import gluon
@@ -40,8 +41,10 @@ __all__ = ["TensorDescriptor", "UpConfig"]
 
 @gluon.jit
 def _work(num_tiles_ptr, C: gl.constexpr):
-    """SPLIT: (base, first stage, past-the-last stage, stages a program): stages are numbered over all items; from `base`
-    on, programs take equal runs of them, this one from the first stage to the last, and before it items in turn."""
+    """SPLIT: (base, first stage, past-the-last stage, stages a program); stages are numbered over all items.
+
+    From `base` on, programs take equal runs of them, this one from its first stage; before it, items in turn.
+    """
     items = gl.load(num_tiles_ptr) * C.RT
     whole = items // gl.num_programs(0) * gl.num_programs(0)
     base = gl.where(gl.load(num_tiles_ptr + 1) > 0, whole, 0) * C.UNITS

@@ -58,17 +58,15 @@ def _producer(w_desc, a_desc, wbuf, abuf, full_bars, empty_bars, expert_ptr, sta
     BYTES: gl.constexpr = C.KS * C.BK * (128 + C.N)
     first, last, step = _range(num_tiles_ptr, C)
     units = (last - first + step - 1) // step * C.KU
-    for i in gl.static_range(STAGES):
-        if i < units:
-            expert, block = weights_of(expert_ptr, first + i // C.KU * step, C)
-            mbarrier.expect(full_bars.index(i), BYTES)
-            k0 = i % C.KU * (C.KS * C.BK)
-            fetch_weights(w_desc, wbuf, full_bars.index(i), i, expert, block * 128, k0, C)
+    for i in range(0, gl.minimum(STAGES, units)):
+        expert, block = weights_of(expert_ptr, first + i // C.KU * step, C)
+        mbarrier.expect(full_bars.index(i), BYTES)
+        k0 = i % C.KU * (C.KS * C.BK)
+        fetch_weights(w_desc, wbuf, full_bars.index(i), i, expert, block * 128, k0, C)
     pdl_wait(C.PDL)
-    for i in gl.static_range(STAGES):
-        if i < units:
-            start = first_row(expert_ptr, start_ptr, first + i // C.KU * step, C)
-            fetch_rows(a_desc, abuf, full_bars.index(i), i, start, i % C.KU * (C.KS * C.BK), C)
+    for i in range(0, gl.minimum(STAGES, units)):
+        start = first_row(expert_ptr, start_ptr, first + i // C.KU * step, C)
+        fetch_rows(a_desc, abuf, full_bars.index(i), i, start, i % C.KU * (C.KS * C.BK), C)
     stage = 0
     phase = 0
     for unit in range(STAGES, units):

@@ -1,7 +1,7 @@
 """Which expert, columns and rows an item is: `order` on the device.
 
-All words of an item's slot are asked for at once. A lone tile of its expert, as most are while there are few rows, needs
-no more; the others know their first row from the number of tiles between.
+All words of an item's slot are asked for at once. A lone tile of its expert, as most are while there are few rows,
+needs no more; the others know their first row from the number of tiles between.
 """
 
 from triton.experimental import gluon

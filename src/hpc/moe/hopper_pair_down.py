@@ -24,16 +24,14 @@ def _producer(w_desc, a_desc, wbuf, abuf, full_bars, empty_bars, expert_ptr, sta
     first = gl.program_id(0)
     step = gl.num_programs(0)
     units = gl.maximum(gl.load(num_tiles_ptr) * C.RT - first + step - 1, 0) // step * C.KB
-    for i in gl.static_range(STAGES):
-        if i < units:
-            expert, block = weights_of(expert_ptr, first + i // C.KB * step, C)
-            mbarrier.expect(full_bars.index(i), BYTES)
-            fetch_weights(w_desc, wbuf, full_bars.index(i), i, expert, block * 256, i % C.KB * C.BK, C)
+    for i in range(0, gl.minimum(STAGES, units)):
+        expert, block = weights_of(expert_ptr, first + i // C.KB * step, C)
+        mbarrier.expect(full_bars.index(i), BYTES)
+        fetch_weights(w_desc, wbuf, full_bars.index(i), i, expert, block * 256, i % C.KB * C.BK, C)
     pdl_wait(C.PDL)
-    for i in gl.static_range(STAGES):
-        if i < units:
-            start = first_row(expert_ptr, start_ptr, first + i // C.KB * step, C)
-            fetch_rows(a_desc, abuf, full_bars.index(i), i, start, i % C.KB * C.BK, C)
+    for i in range(0, gl.minimum(STAGES, units)):
+        start = first_row(expert_ptr, start_ptr, first + i // C.KB * step, C)
+        fetch_rows(a_desc, abuf, full_bars.index(i), i, start, i % C.KB * C.BK, C)
     stage = 0
     phase = 0
     for unit in range(STAGES, units):
