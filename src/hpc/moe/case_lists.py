@@ -170,6 +170,10 @@ def gpu_cases() -> tuple[Case, ...]:
                 cases.append(
                     _gpu(f"{kind} {routing} T={tokens}", routing=routing, block=block, tokens=tokens)
                 )
+        for routing in ("half", "zipf", "one"):  # more items than programs, of experts with several tiles
+            cases.append(
+                _gpu(f"{kind} E=24 I=1536 {routing}", routing=routing, block=block, experts=24, inter=1536, top_k=8)
+            )
         for rank in range(4):
             cases.append(
                 _gpu(f"{kind} rank {rank} of 4", ranks=4, rank=rank, experts=8, block=block, shared=True)
