@@ -172,7 +172,14 @@ def gpu_cases() -> tuple[Case, ...]:
                 )
         for routing in ("half", "zipf", "one"):  # more items than programs, of experts with several tiles
             cases.append(
-                _gpu(f"{kind} E=24 I=1536 {routing}", routing=routing, block=block, experts=24, inter=1536, top_k=8)
+                _gpu(
+                    f"{kind} E=24 I=1536 {routing}",
+                    routing=routing,
+                    block=block,
+                    experts=24,
+                    inter=1536,
+                    top_k=8,
+                )
             )
         for rank in range(4):
             cases.append(
