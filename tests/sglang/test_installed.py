@@ -11,6 +11,7 @@ import ast
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,41 @@ def test_triton_experts_without_a_server(monkeypatch: pytest.MonkeyPatch) -> Non
     shapes = ((8, 512, 256), (8, 256, 256))
     config, *_ = fused.try_get_optimal_moe_config(*shapes, 2, "fp8_w8a8", 4, return_down_config=True)
     assert config["BLOCK_SIZE_M"] > 0
+
+
+def test_deepgemm_runner_takes_what_the_bench_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hpc bench` runs SGLang's DeepGEMM runner: its own objects, and rows that a routing leaves open at the end."""
+    from hpc.bench.rivals import moe
+    from hpc.moe import cases
+
+    if version() != "0.5.17":
+        pytest.skip("the rival is SGLang 0.5.17's")
+    library = types.ModuleType("deep_gemm")
+    library.get_pdl, library.set_pdl = lambda: False, lambda value: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    runner = importlib.import_module(f"{moe.SGLANG_MOE}.moe_runner.deep_gemm")
+    base = importlib.import_module(f"{moe.SGLANG_MOE}.moe_runner.base")
+    given: list[Any] = []
+
+    def pre_permute(*arguments: Any) -> None:
+        given.extend(arguments)
+        raise InterruptedError
+
+    key = ("standard", "deep_gemm")
+    assert base.PermuteMethodPool.get_pre_permute(*key) is runner.pre_permute_standard_to_deep_gemm
+    assert base.PermuteMethodPool.get_post_permute(*key[::-1]) is runner.post_permute_deep_gemm_to_standard
+    monkeypatch.setitem(base.PermuteMethodPool._pre_permute_methods, key, pre_permute)
+    inputs = cases.make_inputs(cases.MoeCase(40, 6, 256, 128, top_k=3, block=True), "cpu", seed=1)
+    call = moe.sglang_deepgemm(cases.rival_inputs(inputs))
+    with pytest.raises(InterruptedError):
+        call()
+    dispatched, weights, config, state = given
+    assert isinstance(weights, runner.DeepGemmMoeQuantInfo) and not weights.use_mxfp8 and state == {}
+    assert not runner._should_use_masked_standard_layout(config) and not config.inplace
+    assert dispatched.topk_output.topk_ids is inputs.topk_ids
+    assert runner._get_compact_all_tokens(120, 6) == 6 * 128
+    compiling = importlib.import_module(f"{moe.SGLANG_DEEPGEMM}.compile_utils")
+    assert not compiling._DO_COMPILE_ALL
 
 
 def test_router_gemm(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
