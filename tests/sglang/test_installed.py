@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -440,7 +441,7 @@ class Served:
             )
         )  # fmt: skip
 
-    def step(self, mode: Any, fresh: list[int], graph: bool = False) -> None:
+    def step(self, mode: Any, fresh: list[int], graph: bool = False, algorithm: str = "STANDALONE") -> None:
         """One step of `fresh[b]` tokens a request; both layers against attention over what was remembered."""
         before = list(self.lens)
         self.lens = [length + new for length, new in zip(self.lens, fresh, strict=True)]
@@ -451,7 +452,7 @@ class Served:
             forward_mode=mode, batch_size=2, seq_lens=torch.tensor(before if verify else self.lens, device=self.device),
             req_pool_indices=self.rows, out_cache_loc=torch.cat(slots).long(),
             extend_seq_lens=torch.tensor(fresh, device=self.device), extend_seq_lens_cpu=fresh,
-            spec_info=types.SimpleNamespace(tree_topk=1, draft_token_num=fresh[0]) if verify else None,
+            spec_info=verify_input(algorithm, fresh[0]) if verify else None,
         )  # fmt: skip
         if graph:
             self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -475,6 +476,22 @@ class Served:
             want = capped_attention(queries, *known, layer.scaling, window, layer.logit_cap)
             check(out[rows], want.flatten(1), self.fp8)
             at += count
+
+
+def verify_input(algorithm: str, rows: int) -> Any:
+    """SGLang's description of a verification: a chain, or n-grams of one draft, which it calls an irregular tree."""
+    if algorithm == "NGRAM":
+        ngram = importlib.import_module("sglang.srt.speculative.ngram_info")
+        found = ngram.NgramVerifyInput(
+            custom_mask=torch.ones(rows * rows, dtype=torch.bool), draft_token_num=rows
+        )
+        assert found.tree_topk != 1
+        return found
+    verify = importlib.import_module("sglang.srt.speculative.eagle_info").EagleVerifyInput
+    values = {
+        field.name: None for field in dataclasses.fields(verify) if field.default is dataclasses.MISSING
+    }
+    return verify(**{**values, "spec_steps": rows - 1, "topk": 1, "draft_token_num": rows})
 
 
 def capped_attention(
@@ -508,6 +525,7 @@ def test_plugin_serves_from_sglangs_pools(hybrid: bool, fp8: bool, loaded: Any, 
     for graph in (False, True):
         served.step(mode.DECODE, [1, 1], graph)
         served.step(mode.TARGET_VERIFY, [3, 3], graph)
+        served.step(mode.TARGET_VERIFY, [2, 2], graph, "NGRAM")
     served.step(mode.DECODE, [1, 1], graph=True)
 
 
