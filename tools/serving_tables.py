@@ -129,13 +129,18 @@ def check(lines: list[Line]) -> str:
     return table(heads, rows)
 
 
+def drafted(line: Line) -> str:
+    """Name of a set, and the drafts that it verified."""
+    return f"{line['set']}, {line['drafts']} drafts" if line.get("drafts") else line["set"]
+
+
 def load(lines: list[Line]) -> str:
     rows = [
         [
-            title(line["model"], line["layers"], line["kv"]), line["set"], str(line["clients"]), str(line["requests"]),
-            str(line["errors"]), f"{line['tokens']} of {line['tokens_wanted']}", str(line["cached_tokens"]),
-            f"{line['tokens_per_s']:.0f}", f"{line['ttft_ms']:.0f} / {line['ttft_p90_ms']:.0f}",
-            f"{line['tpot_ms']:.1f} / {line['tpot_p90_ms']:.1f}",
+            title(line["model"], line["layers"], line["kv"]), drafted(line), str(line["clients"]),
+            str(line["requests"]), str(line["errors"]), f"{line['tokens']} of {line['tokens_wanted']}",
+            str(line["cached_tokens"]), f"{line['tokens_per_s']:.0f}",
+            f"{line['ttft_ms']:.0f} / {line['ttft_p90_ms']:.0f}", f"{line['tpot_ms']:.1f} / {line['tpot_p90_ms']:.1f}",
         ]
         for line in lines
     ]  # fmt: skip

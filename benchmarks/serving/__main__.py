@@ -1,4 +1,4 @@
-"""Command line: `python benchmarks/serving engine ...`, `... server ...`, `... compile ...`."""
+"""Command line: `python benchmarks/serving engine ...`, `... server ...`, `... drafts ...`, `... compile ...`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,23 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--limit", type=float, default=60, help="seconds for one command of a worker")
     engine.add_argument("--server", choices=sets.SETS, metavar="SET",
                         help="also a server of this set, loaded beside the models and asked at the end")  # fmt: skip
-    commands.add_parser("server", parents=[common], help="`sglang.launch_server` and HTTP clients")
+    drafting = argparse.ArgumentParser(add_help=False)
+    drafting.add_argument("--draft-layers", type=int, default=2, help="of the draft model of `standalone`")
+    drafting.add_argument("--draft-steps", type=int, default=3, help="drafts a verification of `standalone`")
+    drafting.add_argument("--draft-backend", default="fa3", help="attention backend of the draft model")
+    kinds = {"nargs": "+", "choices": sets.DRAFTS, "metavar": "KIND"}
+    serving = commands.add_parser(
+        "server", parents=[common, drafting], help="`sglang.launch_server` and HTTP clients"
+    )
+    serving.add_argument("--drafts", default=[], help=f"with drafts: {', '.join(sets.DRAFTS)}", **kinds)
+    comparing = commands.add_parser(
+        "drafts", parents=[common, drafting], help="servers with and without drafts, asked the same"
+    )
+    comparing.add_argument(
+        "--drafts", default=list(sets.DRAFTS), help=f"{', '.join(sets.DRAFTS)}; default: all", **kinds
+    )
+    comparing.add_argument("--control", nargs="+", default=[], choices=sets.SETS, metavar="SET",
+                           help="sets of SGLang's own, also with drafts")  # fmt: skip
     return whole
 
 
@@ -81,9 +97,14 @@ def main() -> int:
     """Entry point; returns the exit code."""
     options = parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers and servers are ended
-    from serving import run
+    from serving import drafts, run
 
-    commands = {"engine": run.engines, "server": run.server, "compile": run.compile_only}
+    commands = {
+        "engine": run.engines,
+        "server": run.server,
+        "drafts": drafts.drafts,
+        "compile": run.compile_only,
+    }
     return commands[options.command](options)
 
 

@@ -21,8 +21,8 @@ TARGET = "sm90"
 PREFILL_TOKENS = tuple(1 << n for n in range(7, 14))  # one for each tile and size of the experts' index
 
 
-def jobs(model: str, fp8: bool, batches: Iterable[int]) -> list[tuple[str, Any]]:
-    """(operator, case) of every call of the model."""
+def jobs(model: str, fp8: bool, batches: Iterable[int], rows: Iterable[int] = ()) -> list[tuple[str, Any]]:
+    """(operator, case) of every call of the model; `rows`: tokens of a request in one verification of drafts."""
     from hpc.attention.decode.case_lists import DecodeCase
     from hpc.attention.prefill import case_lists
     from hpc.attention.prefill.case_lists import PrefillCase
@@ -35,7 +35,9 @@ def jobs(model: str, fp8: bool, batches: Iterable[int]) -> list[tuple[str, Any]]
         heads = (config["num_attention_heads"], config["num_key_value_heads"])
         kind = "fp8" if fp8 else "bf16"
         found += [
-            ("decode", DecodeCase((65,), *heads, dtype=kind, dynamic=dynamic)) for dynamic in (True, False)
+            ("decode", DecodeCase((65,), *heads, dtype=kind, num_new_tokens=count, dynamic=dynamic))
+            for count in sorted({1, *rows})
+            for dynamic in (True, False)
         ]
         found.append(("prefill", PrefillCase(case_lists.prompts(65), *heads, dtype=kind)))
         if fp8 and config["model_type"] == "hy_v3":  # the only models whose prologue SGLang takes from here
@@ -97,12 +99,13 @@ def _compile_prologue(job: tuple[Any, int], target: str) -> None:
 
 
 def compile_model(
-    model: str, fp8: bool, batches: Iterable[int], say: Callable[[str], None] = lambda text: None
-) -> float:
+    model: str, fp8: bool, batches: Iterable[int], say: Callable[[str], None] = lambda text: None,
+    rows: Iterable[int] = (),
+) -> float:  # fmt: skip
     """Compile in parallel; seconds that it took. A kernel that fails is reported and left to the first call."""
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
-    todo = jobs(model, fp8, batches)
+    todo = jobs(model, fp8, batches, rows)
     with ProcessPoolExecutor(min(len(todo), os.cpu_count() or 1), context, _start) as pool:
         running = {pool.submit(_compile, job): job for job in todo}
         for done in as_completed(running):

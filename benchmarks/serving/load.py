@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from serving.environment import die_with_parent, environment
 
+T = TypeVar("T")
 SHARED_PREFIX = 192  # tokens that every fourth prompt has in common: no multiple of 128, three pages
 
 
@@ -36,6 +38,7 @@ class Answer:
     prompt: int
     tokens: int = 0
     cached: int = 0
+    verified: int = 0  # times that the model looked at drafts
     error: str = ""
     first_ms: float = 0.0
     total_ms: float = 0.0
@@ -103,6 +106,14 @@ class Server:
         self._process.wait()
 
 
+def post(port: int, body: dict[str, Any], timeout: float) -> http.client.HTTPResponse:
+    """The reply to a request of `/generate`; it holds the connection until it is read."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    connection.request("POST", "/generate", json.dumps(body), headers)
+    return connection.getresponse()
+
+
 def ask(port: int, prompt: Prompt, timeout: float) -> Answer:
     """One streamed request."""
     answer = Answer(prompt.wanted, len(prompt.ids))
@@ -112,14 +123,12 @@ def ask(port: int, prompt: Prompt, timeout: float) -> Answer:
     }  # fmt: skip
     start = time.perf_counter()
     try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
-        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
-        reply = connection.getresponse()
+        reply = post(port, body, timeout)
         if reply.status != 200:
             answer.error = f"status {reply.status}: {reply.read(300)!r}"
             return answer
         _read_stream(reply, answer, start)
-        connection.close()
+        reply.close()
     except (OSError, http.client.HTTPException, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.total_ms = 1e3 * (time.perf_counter() - start)
@@ -144,15 +153,28 @@ def _read_stream(reply: http.client.HTTPResponse, answer: Answer, start: float) 
         answer.ids = event["output_ids"]
         meta = event["meta_info"]
         answer.tokens, answer.cached = meta["completion_tokens"], meta.get("cached_tokens", 0)
+        answer.verified = meta.get("spec_verify_ct", 0)
         reason = meta.get("finish_reason")
         if reason and reason.get("type") != "length":
             answer.error = f"finished by {reason}"
 
 
 def run(port: int, prompts: list[Prompt], clients: int, timeout: float) -> tuple[list[Answer], float]:
-    """(answers, seconds): `clients` threads take the prompts in order, each the next one when its last is answered."""
-    answers: list[Answer | None] = [None] * len(prompts)
-    numbers = iter(range(len(prompts)))
+    """(answers, seconds) of all prompts, from `clients` at a time."""
+    found, seconds = spread(
+        len(prompts), lambda number: ask(port, prompts[number], timeout), clients, timeout
+    )
+    late = [
+        Answer(prompt.wanted, len(prompt.ids), error="no answer in time") if answer is None else answer
+        for prompt, answer in zip(prompts, found, strict=True)
+    ]
+    return late, seconds
+
+
+def spread(count: int, act: Callable[[int], T], clients: int, timeout: float) -> tuple[list[T | None], float]:
+    """(results, seconds): threads take the numbers in order, each the next when its last is done; None: too late."""
+    answers: list[T | None] = [None] * count
+    numbers = iter(range(count))
     lock = threading.Lock()
 
     def client() -> None:
@@ -161,20 +183,15 @@ def run(port: int, prompts: list[Prompt], clients: int, timeout: float) -> tuple
                 number = next(numbers, None)
             if number is None:
                 return
-            answers[number] = ask(port, prompts[number], timeout)
+            answers[number] = act(number)
 
-    threads = [threading.Thread(target=client, daemon=True) for _ in range(min(clients, len(prompts)))]
+    threads = [threading.Thread(target=client, daemon=True) for _ in range(min(clients, count))]
     start = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, start + timeout - time.perf_counter()))
-    seconds = time.perf_counter() - start
-    late = [
-        Answer(prompt.wanted, len(prompt.ids), error="no answer in time") if found is None else found
-        for prompt, found in zip(prompts, answers, strict=True)
-    ]
-    return late, seconds
+    return list(answers), time.perf_counter() - start
 
 
 def summary(answers: list[Answer], seconds: float, clients: int) -> dict[str, Any]:
@@ -182,6 +199,7 @@ def summary(answers: list[Answer], seconds: float, clients: int) -> dict[str, An
     good = sorted((a for a in answers if not a.error), key=lambda a: a.first_ms)
     steps = sorted((a.total_ms - a.first_ms) / (a.tokens - 1) for a in good if a.tokens > 1)
     errors = [a.error for a in answers if a.error]
+    verified = accepted(answers)
 
     def at(values: list[float], share: float) -> float | None:
         return round(values[min(len(values) - 1, int(share * len(values)))], 3) if values else None
@@ -193,5 +211,14 @@ def summary(answers: list[Answer], seconds: float, clients: int) -> dict[str, An
         "prompt_tokens": sum(a.prompt for a in answers), "cached_tokens": sum(a.cached for a in answers),
         "seconds": round(seconds, 2), "tokens_per_s": round(sum(a.tokens for a in answers) / seconds, 1),
         "ttft_ms": at(firsts, 0.5), "ttft_p90_ms": at(firsts, 0.9), "tpot_ms": at(steps, 0.5),
-        "tpot_p90_ms": at(steps, 0.9),
+        "tpot_p90_ms": at(steps, 0.9), **({} if verified is None else {"accepted": verified}),
     }  # fmt: skip
+
+
+def accepted(answers: list[Answer]) -> float | None:
+    """Tokens a verification of drafts, the model's own among them: 1 if no draft is right. None without drafts.
+
+    The first token of an answer is the prompt's.
+    """
+    good = [answer for answer in answers if answer.verified and not answer.error]
+    return round(sum(a.tokens - 1 for a in good) / sum(a.verified for a in good), 3) if good else None

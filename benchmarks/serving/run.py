@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import threading
@@ -83,7 +84,8 @@ def _compile_beside(
 
     def act() -> None:
         if not options.no_compile and any(sets.SETS[name].own for name in names):
-            seconds = compile_model(options.model, options.fp8, batches, _complain)
+            rows = [sets.draft_rows(kind, options.draft_steps) for kind in getattr(options, "drafts", ())]
+            seconds = compile_model(options.model, options.fp8, batches, _complain, rows)
             print(f"kernels compiled in {seconds:.1f} s", flush=True)
 
     thread = threading.Thread(target=act, daemon=True)
@@ -222,13 +224,17 @@ def engines(options: argparse.Namespace) -> int:
 class Serving:
     """A server of one set of backends, and its clients."""
 
-    def __init__(self, options: argparse.Namespace, records: Records, name: str) -> None:
-        self.options, self.records, self.name = options, records, name
-        self.shared = {
+    def __init__(
+        self, options: argparse.Namespace, records: Records, name: str, drafts: str | None = None
+    ) -> None:
+        self.options, self.records, self.name, self.drafts = options, records, name, drafts
+        self.shared: dict[str, Any] = {
             "model": options.model,
             "layers": options.layers,
             "kv": "fp8" if options.fp8 else "bf16",
         }
+        if drafts:
+            self.shared["drafts"] = drafts
         longest = (options.longest_prompt, options.longest_answer)
         self.prompts = load.draw(options.requests, *longest)
         self.others = load.draw(
@@ -239,7 +245,12 @@ class Serving:
             sets.model_folder(options.model, options.layers), name, fp8=options.fp8, context=whole,
             tokens=options.clients * whole, most=options.clients, batches=options.server_batch, memory=options.memory,
         )  # fmt: skip
-        log = (options.logs or Path(tempfile.mkdtemp())) / f"{options.model}-{name}-server.log"
+        if drafts:
+            arguments += sets.draft_arguments(
+                drafts, options.model, options.draft_layers, options.draft_steps, options.draft_backend
+            )
+        whose = f"{options.model}-{name}{f'-{drafts}' if drafts else ''}-server.log"
+        log = (options.logs or Path(tempfile.mkdtemp())) / whose
         more = ["--chunked-prefill-size", str(options.chunk), "--mm-feature-transport", "cpu"]
         self.start = time.monotonic()
         self.server = load.Server(name, [*arguments, *more], log)
@@ -276,12 +287,12 @@ class Serving:
 
 
 def server(options: argparse.Namespace) -> int:
-    """A server for each set in turn."""
+    """A server for each set in turn, and with each kind of drafts that is asked for instead."""
     records = Records(options.output)
     failed = 0
     compiling = _compile_beside(options, options.sets, _running(options))
-    for name in options.sets:
-        serving = Serving(options, records, name)
+    for name, drafts in itertools.product(options.sets, options.drafts or [None]):
+        serving = Serving(options, records, name, drafts)
         try:
             serving.wait()
             compiling.join()

@@ -39,6 +39,38 @@ SETS: dict[str, BackendSet] = {
 """Names for the command line. "hpc" is what the README tells to type; the plugins are this package's own."""
 
 
+DRAFTS = ("standalone", "ngram")
+"""Speculative decoding that needs no trained draft model."""
+
+
+def draft_rows(kind: str, steps: int) -> int:
+    """Tokens of a request in one verification: the last accepted one and its drafts."""
+    return 2 if kind == "ngram" else steps + 1
+
+
+def draft_arguments(kind: str, model: str, layers: int, steps: int, backend: str) -> list[str]:
+    """SGLang's arguments for a kind of drafts.
+
+    Args:
+        kind: "standalone", a model of its own, or "ngram", continuations that were seen before. The latter is a tree
+            for more than one draft.
+        model: the served model; the draft model is its first `layers`. Weights depend on names alone, so both have
+            the same embedding and head, and the drafts are often right.
+        layers: of the draft model.
+        steps: drafts a verification, of "standalone".
+        backend: attention of the draft model, one of SGLang's own.
+    """
+    rows = ["--speculative-num-draft-tokens", str(draft_rows(kind, steps))]
+    if kind == "ngram":
+        breadth = ["--speculative-ngram-max-bfs-breadth", "1", "--speculative-ngram-capacity", "1000000"]
+        return ["--speculative-algorithm", "NGRAM", *rows, *breadth]
+    return [
+        "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(model_folder(model, layers)),
+        "--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1", *rows,
+        "--speculative-draft-attention-backend", backend,
+    ]  # fmt: skip
+
+
 def model_names() -> list[str]:
     """Models that come as files."""
     return sorted(path.stem for path in MODELS.glob("*.json"))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -271,6 +273,41 @@ def test_triton_experts_without_a_server(monkeypatch: pytest.MonkeyPatch) -> Non
     assert config["BLOCK_SIZE_M"] > 0
 
 
+def test_deepgemm_runner_takes_what_the_bench_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hpc bench` runs SGLang's DeepGEMM runner: its own objects, and rows that a routing leaves open at the end."""
+    from hpc.bench.rivals import moe
+    from hpc.moe import cases
+
+    if version() != "0.5.17":
+        pytest.skip("the rival is SGLang 0.5.17's")
+    library = types.ModuleType("deep_gemm")
+    library.get_pdl, library.set_pdl = lambda: False, lambda value: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    runner = importlib.import_module(f"{moe.SGLANG_MOE}.moe_runner.deep_gemm")
+    base = importlib.import_module(f"{moe.SGLANG_MOE}.moe_runner.base")
+    given: list[Any] = []
+
+    def pre_permute(*arguments: Any) -> None:
+        given.extend(arguments)
+        raise InterruptedError
+
+    key = ("standard", "deep_gemm")
+    assert base.PermuteMethodPool.get_pre_permute(*key) is runner.pre_permute_standard_to_deep_gemm
+    assert base.PermuteMethodPool.get_post_permute(*key[::-1]) is runner.post_permute_deep_gemm_to_standard
+    monkeypatch.setitem(base.PermuteMethodPool._pre_permute_methods, key, pre_permute)
+    inputs = cases.make_inputs(cases.MoeCase(40, 6, 256, 128, top_k=3, block=True), "cpu", seed=1)
+    call = moe.sglang_deepgemm(cases.rival_inputs(inputs))
+    with pytest.raises(InterruptedError):
+        call()
+    dispatched, weights, config, state = given
+    assert isinstance(weights, runner.DeepGemmMoeQuantInfo) and not weights.use_mxfp8 and state == {}
+    assert not runner._should_use_masked_standard_layout(config) and not config.inplace
+    assert dispatched.topk_output.topk_ids is inputs.topk_ids
+    assert runner._get_compact_all_tokens(120, 6) == 6 * 128
+    compiling = importlib.import_module(f"{moe.SGLANG_DEEPGEMM}.compile_utils")
+    assert not compiling._DO_COMPILE_ALL
+
+
 def test_router_gemm(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """`linear_bf16_fp32` with LongCat's threshold: its split, its cache on the weight, its call."""
     need("gemm_bf16xfp32")
@@ -404,7 +441,7 @@ class Served:
             )
         )  # fmt: skip
 
-    def step(self, mode: Any, fresh: list[int], graph: bool = False) -> None:
+    def step(self, mode: Any, fresh: list[int], graph: bool = False, algorithm: str = "STANDALONE") -> None:
         """One step of `fresh[b]` tokens a request; both layers against attention over what was remembered."""
         before = list(self.lens)
         self.lens = [length + new for length, new in zip(self.lens, fresh, strict=True)]
@@ -415,7 +452,7 @@ class Served:
             forward_mode=mode, batch_size=2, seq_lens=torch.tensor(before if verify else self.lens, device=self.device),
             req_pool_indices=self.rows, out_cache_loc=torch.cat(slots).long(),
             extend_seq_lens=torch.tensor(fresh, device=self.device), extend_seq_lens_cpu=fresh,
-            spec_info=types.SimpleNamespace(tree_topk=1, draft_token_num=fresh[0]) if verify else None,
+            spec_info=verify_input(algorithm, fresh[0]) if verify else None,
         )  # fmt: skip
         if graph:
             self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -439,6 +476,22 @@ class Served:
             want = capped_attention(queries, *known, layer.scaling, window, layer.logit_cap)
             check(out[rows], want.flatten(1), self.fp8)
             at += count
+
+
+def verify_input(algorithm: str, rows: int) -> Any:
+    """SGLang's description of a verification: a chain, or n-grams of one draft, which it calls an irregular tree."""
+    if algorithm == "NGRAM":
+        ngram = importlib.import_module("sglang.srt.speculative.ngram_info")
+        found = ngram.NgramVerifyInput(
+            custom_mask=torch.ones(rows * rows, dtype=torch.bool), draft_token_num=rows
+        )
+        assert found.tree_topk != 1
+        return found
+    verify = importlib.import_module("sglang.srt.speculative.eagle_info").EagleVerifyInput
+    values = {
+        field.name: None for field in dataclasses.fields(verify) if field.default is dataclasses.MISSING
+    }
+    return verify(**{**values, "spec_steps": rows - 1, "topk": 1, "draft_token_num": rows})
 
 
 def capped_attention(
@@ -472,6 +525,7 @@ def test_plugin_serves_from_sglangs_pools(hybrid: bool, fp8: bool, loaded: Any, 
     for graph in (False, True):
         served.step(mode.DECODE, [1, 1], graph)
         served.step(mode.TARGET_VERIFY, [3, 3], graph)
+        served.step(mode.TARGET_VERIFY, [2, 2], graph, "NGRAM")
     served.step(mode.DECODE, [1, 1], graph=True)
 
 

@@ -156,6 +156,55 @@ def test_trees_of_drafts_are_refused(spec: dict[str, int], sglang: types.SimpleN
         backend.init_forward_metadata(batch_of(pool, ForwardMode.TARGET_VERIFY, [4], spec_info=info))
 
 
+TREES = {
+    "topk": {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_eagle_topk": 4,
+        "speculative_num_draft_tokens": 8,
+    },
+    "ngram": {
+        "speculative_algorithm": "NGRAM",
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 12,
+    },
+    "too_many": {
+        "speculative_algorithm": "EAGLE",
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 17,
+    },
+}
+CHAINS = {
+    "none": {
+        "speculative_algorithm": None,
+        "speculative_eagle_topk": None,
+        "speculative_num_draft_tokens": None,
+    },
+    "topk_1": {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    },
+    "ngram_2": {
+        "speculative_algorithm": "NGRAM",
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", [*TREES, *CHAINS])
+def test_options_of_drafts_when_the_server_starts(name: str, sglang: types.SimpleNamespace) -> None:
+    """Trees are refused before the model is captured; chains, among them a single draft of an n-gram, are not."""
+    pool = Pool((9,), 1, torch.bfloat16, torch.device("cpu"))
+    options = types.SimpleNamespace(**{**TREES, **CHAINS}[name])
+    model_runner = runner(pool, [RadixAttention((4, 1), 128)], server_args=options)
+    if name in CHAINS:
+        sglang.plugin.create(model_runner)
+        return
+    with pytest.raises(InvalidArgument, match="--speculative-num-draft-tokens"):
+        sglang.plugin.create(model_runner)
+
+
 # --- steps --------------------------------------------------------------------------------------------
 
 SHAPES = {
@@ -193,19 +242,21 @@ def test_decode(
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize(("rows", "width"), [(2, 1), (5, 1), (2, -1)])
 def test_verification_of_drafts(
-    rows: int, fp8: bool, sglang: types.SimpleNamespace, device: torch.device
+    rows: int, width: int, fp8: bool, sglang: types.SimpleNamespace, device: torch.device
 ) -> None:
-    """Each draft token sees the ones before it; SGLang's lengths do not count them."""
+    """Each draft token sees the ones before it; SGLang's lengths do not count them. A tree of two tokens is a chain."""
     need("quantize_query_fp8")
     pool = Pool((200, 70, rows), 2, FP8 if fp8 else torch.bfloat16, device)
     fresh = [rows] * 3
     pool.fill(fresh=fresh)
     layer = RadixAttention((8, 2), 128)
     backend = sglang.plugin.create(runner(pool, [layer]))
-    batch = batch_of(pool, ForwardMode.TARGET_VERIFY, fresh)
+    spec = types.SimpleNamespace(tree_topk=width, draft_token_num=rows)
+    batch = batch_of(pool, ForwardMode.TARGET_VERIFY, fresh, spec_info=spec)
     backend.init_forward_metadata(batch)
+    backend.update_verify_buffers_to_fill_after_draft(spec, None)
     q, k, v = draw(3 * rows, layer, device)
     check(backend.forward(q, k, v, layer, batch), expected(pool, q, fresh, layer), fp8)
 

@@ -78,6 +78,37 @@ def test_command_line_of_a_server_with_the_plugin(
     assert int(value(command, "--max-total-tokens")) >= 16 * int(value(command, "--context-length"))
 
 
+def test_command_lines_of_servers_with_drafts(
+    serving: Any, started: list[tuple[list[str], dict[str, str]]], tmp_path: Path
+) -> None:
+    words = "--model qwen3_8b --layers 8 --sets default hpc-plugin --control triton --draft-layers 3 --draft-steps 4"
+    options = parse(serving, f"drafts {words} --fp8 --requests 4", tmp_path)
+    assert serving("drafts").drafts(options) == 1  # they ended at once
+    found = [command for command, _ in started]
+    kinds = [value(c, "--speculative-algorithm") if "--speculative-algorithm" in c else "" for c in found]
+    assert kinds == ["", "", "STANDALONE", "NGRAM", "STANDALONE", "NGRAM"]
+    for command, env in started[1:4]:
+        check_plugin(command, env, "hpc-plugin")
+    for command in (found[2], found[4]):
+        draft = json.loads(
+            (Path(value(command, "--speculative-draft-model-path")) / "config.json").read_text()
+        )
+        model = json.loads((Path(value(command, "--model-path")) / "config.json").read_text())
+        assert draft == {**model, "num_hidden_layers": 3} and model["num_hidden_layers"] == 8
+        assert value(command, "--speculative-num-steps") == "4"
+        assert value(command, "--speculative-num-draft-tokens") == "5"
+        assert value(command, "--speculative-eagle-topk") == "1"
+        assert value(command, "--speculative-draft-attention-backend") == "fa3"
+    assert value(found[3], "--speculative-num-draft-tokens") == "2"
+    options = parse(serving, "server --model qwen3_8b --sets hpc-plugin --drafts ngram standalone", tmp_path)
+    started.clear()
+    assert serving("run").server(options) == 1
+    assert ["NGRAM" in command for command, _ in started] == [True, False]
+    jobs = serving("compile").jobs("qwen3_8b", False, [1], [5, 2])
+    rows = [case.num_new_tokens for kind, case in jobs if kind == "decode" and case.dynamic]
+    assert rows == [1, 2, 5]
+
+
 def test_engine_with_a_server_of_the_plugin(
     serving: Any,
     started: list[tuple[list[str], dict[str, str]]],

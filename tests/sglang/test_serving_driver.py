@@ -67,12 +67,24 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         wanted = asked["sampling_params"]["max_new_tokens"]
+        if asked.get("return_logprob"):  # 5 is the first choice, but for every fourth token
+            start = asked["logprob_start_len"]
+            given = [[None if n == start else -0.5 - 0.25 * (n % 4 == 0), token, None]
+                     for n, token in enumerate(asked["input_ids"])][start:]
+            top = [None, *([[-0.5, 5, None], [-0.75, 6, None]] for _ in given[1:])]
+            self.send_response(200); self.end_headers()
+            meta = {"input_token_logprobs": given, "input_top_logprobs": top}
+            self.wfile.write(json.dumps({"output_ids": [5], "meta_info": meta}).encode())
+            return
         if len(asked["input_ids"]) == 7: wanted += 1
         self.send_response(200); self.end_headers()
+        drafts = "--speculative-algorithm" in sys.argv
         for n in range(1, wanted + 1):
             meta = {"completion_tokens": n, "cached_tokens": 1, "finish_reason": None}
+            if drafts: meta["spec_verify_ct"] = n // 2
             self.wfile.write(b"data: " + json.dumps({"output_ids": [5] * n, "meta_info": meta}).encode() + b"\\n\\n")
         self.wfile.write(b"data: [DONE]\\n\\n")
+ThreadingHTTPServer.request_queue_size = 256  # as many clients connect at once
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
 
@@ -168,6 +180,35 @@ def test_server_counts_tokens_and_errors(site: Path) -> None:
     code, lines = drive(site, "server --sets hpc --requests 40 --clients 8 --longest-prompt 7")
     load = of_kind(lines, "load")[-1]
     assert code == 1 and load["errors"] == 40 and "wanted" in load["first_errors"][0]
+
+
+def test_drafts_are_judged_and_loaded(site: Path) -> None:
+    words = "drafts --model qwen3_8b --layers 4 --sets default hpc-plugin --drafts standalone"
+    code, lines = drive(site, f"{words} --requests 12 --clients 4 --longest-prompt 6 --longest-answer 9")
+    assert code == 0
+    found = of_kind(lines, "drafts")
+    assert [(line["set"], line["drafts"], line["round"]) for line in found] == [
+        ("default", None, 0), ("hpc-plugin", None, 0), ("hpc-plugin", "standalone", 0), ("hpc-plugin", "standalone", 1)
+    ]  # fmt: skip
+    assert all(line["errors"] == 0 and not line["missed"] and line["identical"] == 1.0 for line in found)
+    assert all(line["same_prefix"] == line["longest_prefix"] > 1 for line in found)
+    assert all(0.6 < line["chosen"] < 0.9 and line["flipped_margin"] == 0.25 for line in found)
+    assert all(line["judged"] == line["tokens"] and line["median_margin"] == 0.25 for line in found)
+    assert ["accepted" in line for line in found] == [False, False, True, True]
+    (load,) = of_kind(lines, "load")
+    assert load["drafts"] == "standalone" and load["errors"] == 0 and 1.5 < load["accepted"] < 2.5
+
+
+def test_a_server_that_does_not_start_is_left_out(site: Path) -> None:
+    path = site / "site" / "sglang" / "launch_server.py"
+    path.write_text(
+        path.read_text().replace("import json, sys", "import json, sys\nassert 'NGRAM' not in sys.argv")
+    )
+    few = "--requests 4 --clients 2 --longest-prompt 6 --longest-answer 4"
+    code, lines = drive(site, f"drafts --model qwen3_8b --sets hpc-plugin --drafts ngram {few}")
+    (failure,) = of_kind(lines, "failure")
+    assert code == 1 and failure["drafts"] == "ngram" and not of_kind(lines, "load")
+    assert [line["drafts"] for line in of_kind(lines, "drafts")] == [None]
 
 
 @pytest.mark.slow

@@ -36,8 +36,12 @@ def test_sglang_takes_the_arguments_of_every_set(model: str, serving: Any) -> No
             words = sets.arguments(
                 folder, name, fp8=True, context=2304, tokens=70000, most=64, batches=batches, memory=0.8
             )
-            parsed = parser.parse_args(words)
-            assert parsed.kv_cache_dtype == "fp8_e4m3" and parsed.max_total_tokens % 4096 == 0
+            for kind in (None, *sets.DRAFTS):
+                drafts = sets.draft_arguments(kind, model, 1, 3, "fa3") if kind else []
+                parsed = parser.parse_args([*words, *drafts])
+                assert parsed.kv_cache_dtype == "fp8_e4m3" and parsed.max_total_tokens % 4096 == 0
+                assert parsed.speculative_algorithm == (kind and kind.upper())
+                assert parsed.speculative_num_draft_tokens == (sets.draft_rows(kind, 3) if kind else None)
 
 
 def test_weights_take_the_place_of_sglangs(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:

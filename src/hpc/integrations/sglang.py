@@ -15,9 +15,9 @@ runs attention on this library for every decoder with grouped heads, beyond what
     verification of a chain of draft tokens, up to 16 rows a request            no speculative decoding
 
 Refused with a reason when the server starts or at the first use of a layer: MLA, encoder-decoder and bidirectional
-attention, trees of draft tokens (top-k above 1, n-gram), the draft model itself (give it another backend with
-`--speculative-draft-attention-backend`), models in float16, KV caches other than BF16 and e4m3. The experts are another
-plugin, `hpc.integrations.sglang_moe`; `--moe-runner-backend hpc_ops` runs on this library without it.
+attention, trees of draft tokens (top-k above 1, n-grams of more than one draft), the draft model itself (it gets
+another backend: `--speculative-draft-attention-backend fa3`), models in float16, KV caches other than BF16 and e4m3.
+The experts are another plugin, `hpc.integrations.sglang_moe`; `--moe-runner-backend hpc_ops` runs here without it.
 
 What has run, on a CPU, where operators compute their reference: every mode of `forward` and the bookkeeping around CUDA
 graphs behind stand-ins; and with the installed SGLang 0.5.17 and 0.5.23 its plugin loader and argument parser, and

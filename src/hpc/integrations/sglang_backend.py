@@ -40,7 +40,10 @@ class HpcAttention:
         self.page_size = _check_page_size(model_runner.page_size)
         self.fp8 = _check_types(model_runner)
         if getattr(model_runner, "is_draft_worker", False):
-            _refuse("draft model", "another backend", "hpc", "Pass --speculative-draft-attention-backend.")
+            _refuse(
+                "draft model", "another backend", "hpc", "Pass --speculative-draft-attention-backend fa3."
+            )
+        _check_drafts(getattr(model_runner, "server_args", None))
         mapping = getattr(self.token_to_kv_pool, "full_to_swa_index_mapping", None)
         if mapping is None and hasattr(self.token_to_kv_pool, "swa_kv_pool"):
             _refuse("KV pool", "a window pool whose slots are mapped", "one without a mapping", "")
@@ -120,6 +123,9 @@ class HpcAttention:
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padded requests; they read and write page 0, which SGLang keeps for them."""
         return 1
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing: SGLang plans a verification while drafts are made, and nothing here depends on which they are."""
 
     def _fill(self, step: Step, forward_batch: Any) -> None:
         batch = step.seq_lens.shape[0]
@@ -243,19 +249,40 @@ def _query_rows(forward_batch: Any) -> int:
         return 1
     if mode.is_target_verify():
         spec = forward_batch.spec_info
-        width = getattr(spec, "tree_topk", getattr(spec, "topk", None))
-        if width != 1 or getattr(spec, "ragged_verify_layout", None) is not None:
-            _refuse(
-                "speculative decoding", "a chain of draft tokens, the same number for all requests", f"top-k {width}",
-                "Pass --speculative-eagle-topk 1.",
-            )  # fmt: skip
+        if getattr(spec, "ragged_verify_layout", None) is not None:
+            _refuse("speculative decoding", "the same number of draft tokens for all requests", "ragged", "")
         rows = int(spec.draft_token_num)
-        if not 1 <= rows <= MAX_QUERY_ROWS:
-            _refuse("draft tokens", f"1 to {MAX_QUERY_ROWS}", rows, "Pass --speculative-num-draft-tokens.")
+        _check_chain(getattr(spec, "tree_topk", getattr(spec, "topk", None)), rows)
         return rows
     if mode.is_dllm_extend() or not mode.is_extend():
         _refuse("forward mode", "decode, verification or causal extend", mode, "")
     return 0
+
+
+def _check_chain(width: int | None, rows: int) -> None:
+    """Refuse trees: the rows of a request see all rows before them. `width`: branches a level, -1 an irregular tree.
+
+    The last accepted token and one draft are a chain whatever the width. SGLang's n-grams are padded to their number
+    with branches at the root, so that more of them are a tree even at breadth 1.
+    """
+    if width != 1 and rows > 2:
+        _refuse(
+            "speculative decoding", "a chain of draft tokens", f"{rows} tokens in a tree of width {width}",
+            "Pass --speculative-eagle-topk 1; with NGRAM --speculative-num-draft-tokens 2.",
+        )  # fmt: skip
+    if not 1 <= rows <= MAX_QUERY_ROWS:
+        _refuse("draft tokens", f"1 to {MAX_QUERY_ROWS}", rows, "Pass --speculative-num-draft-tokens.")
+
+
+def _check_drafts(server_args: Any) -> None:
+    """When the server starts, what its options say about drafts; each verification is checked again."""
+    algorithm = getattr(server_args, "speculative_algorithm", None)
+    rows = getattr(server_args, "speculative_num_draft_tokens", None)
+    if algorithm is not None and rows is not None:
+        irregular = str(algorithm).upper() == "NGRAM"
+        _check_chain(
+            -1 if irregular else getattr(server_args, "speculative_eagle_topk", None) or 1, int(rows)
+        )
 
 
 def _options(layer: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

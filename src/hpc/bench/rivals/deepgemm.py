@@ -30,10 +30,11 @@ def provider(adapt: Callable[[Any], MoeRivalInputs], tolerance: Tolerance) -> Pr
     def prepare(inputs: Any) -> Callable[[], torch.Tensor]:
         return products(adapt(inputs), importlib.import_module("deep_gemm"))
 
-    return Provider("deepgemm products", prepare, _missing, tolerance, NOTE)
+    return Provider("deepgemm products", prepare, available, tolerance, NOTE)
 
 
-def _missing() -> str | None:
+def available() -> str | None:
+    """Why it cannot run here, or None."""
     if importlib.util.find_spec("deep_gemm") is None:
         return "not installed: pip install sgl-deep-gemm"
     return None if arch.gpu_available() else "needs a GPU"
@@ -60,7 +61,7 @@ def products(inputs: MoeRivalInputs, deep_gemm: Any) -> Callable[[], torch.Tenso
     # resolved at call time: operators list the rivals, and this needs the operator
     moe = importlib.import_module("hpc.moe.reference")
     reduce = importlib.import_module("hpc").reduce
-    _check(inputs)
+    check(inputs)
     position, owner = lay_out(inputs.topk_ids, inputs.w13.shape[0], BLOCK)
     rows, top_k = len(owner), inputs.topk_ids.shape[1]
     codes, scales = moe.quantise_input(inputs.x, None)
@@ -90,7 +91,8 @@ def products(inputs: MoeRivalInputs, deep_gemm: Any) -> Callable[[], torch.Tenso
     return call
 
 
-def _check(inputs: MoeRivalInputs) -> None:
+def check(inputs: MoeRivalInputs) -> None:
+    """Raise CannotRun for what DeepGEMM's products do not take."""
     if inputs.obstacle is not None:
         raise CannotRun(inputs.obstacle)
     if inputs.block_shape is None:

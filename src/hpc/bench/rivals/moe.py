@@ -1,4 +1,4 @@
-"""What engines run for an FP8 MoE today: SGLang's and vLLM's Triton kernels, vLLM's way through DeepGEMM, FlashInfer.
+"""What engines run for an FP8 MoE today: SGLang's and vLLM's Triton kernels and ways through DeepGEMM, FlashInfer.
 
 DeepGEMM's products alone are beside them as a yardstick.
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,15 @@ from hpc.common import arch
 from hpc.common.operator import Tolerance
 
 BLOCK = [128, 128]
-SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
+SGLANG_MOE = "sglang.srt.layers.moe"
+SGLANG = f"{SGLANG_MOE}.moe_runner.triton_utils.fused_moe"
+SGLANG_DEEPGEMM = "sglang.srt.layers.deep_gemm_wrapper"
 VLLM = "vllm.model_executor.layers.fused_moe"
+# a server needs shapes that do not depend on the routing, for its CUDA graphs
+DEEPGEMM_NOTE = (
+    "SGLang's DeepGEMM runner, quantisation of BF16 x included; it pads an expert's rows to 128, "
+    "and its buffers hold the most rows that any routing gives"
+)
 # requantised activations of block scales differ by a step of e4m3, and so does what each library rounds in between
 TOLERANCE = Tolerance(rms=4e-2, max=2e-1)
 
@@ -64,6 +72,7 @@ def providers(adapt: Callable[[Any], MoeRivalInputs]) -> list[Provider]:
     note = "quantisation of BF16 x included"
     return [
         Provider("sglang triton", lambda i: sglang(adapt(i)), lambda: _missing("sglang", SGLANG), TOLERANCE, note),
+        Provider("deepgemm", lambda i: sglang_deepgemm(adapt(i)), _no_sglang_deep_gemm, TOLERANCE, DEEPGEMM_NOTE),
         Provider("vllm triton", lambda i: vllm(adapt(i), False), lambda: _missing("vllm", VLLM), TOLERANCE, note),
         Provider("vllm deepgemm", lambda i: vllm(adapt(i), True), _no_deep_gemm, TOLERANCE, note),
         flashinfer_moe.provider(adapt, TOLERANCE),
@@ -85,6 +94,17 @@ def _missing(package: str, module: str) -> str | None:
 
 def _no_deep_gemm() -> str | None:
     return _missing("vllm", VLLM) or _missing("deep_gemm", "deep_gemm")
+
+
+def _no_sglang_deep_gemm() -> str | None:
+    reason = _missing("sglang", SGLANG) or deepgemm.available()
+    if reason is not None:
+        return reason
+    if not arch.is_hopper("cuda"):
+        return "needs a Hopper GPU"
+    if not importlib.import_module(SGLANG_DEEPGEMM).ENABLE_JIT_DEEPGEMM:
+        return "SGLang does without DeepGEMM: it does not import, or SGLANG_ENABLE_JIT_DEEPGEMM is off"
+    return None
 
 
 def _check(inputs: MoeRivalInputs) -> None:
@@ -121,6 +141,61 @@ def sglang(inputs: MoeRivalInputs) -> Callable[[], torch.Tensor]:
         return run(*given, **options)  # type: ignore[no-any-return]
 
     return call
+
+
+def sglang_deepgemm(inputs: MoeRivalInputs) -> Callable[[], torch.Tensor]:
+    """SGLang's runner for large batches: quantise, scatter to whole tiles an expert, grouped product, SiLU and
+    quantisation, grouped product, weighted sum."""
+    deepgemm.check(inputs)
+    experts, top_k = inputs.w13.shape[0], inputs.topk_ids.shape[1]
+    # an id beyond the experts would be counted beyond the end of its counters
+    if int(inputs.topk_ids.max()) >= experts:
+        raise CannotRun("compared with local experts only")
+    without_a_server()
+    _compile_on_demand()
+    base = importlib.import_module(f"{SGLANG_MOE}.moe_runner.base")
+    runner = importlib.import_module(f"{SGLANG_MOE}.moe_runner.runner")
+    weights = importlib.import_module(f"{SGLANG_MOE}.moe_runner.deep_gemm")
+    dispatch = importlib.import_module(f"{SGLANG_MOE}.token_dispatcher.standard")
+    routing = importlib.import_module(f"{SGLANG_MOE}.topk")
+    backend = importlib.import_module(f"{SGLANG_MOE}.utils").MoeRunnerBackend.DEEP_GEMM
+    config = base.MoeRunnerConfig(
+        num_experts=experts, num_local_experts=experts, hidden_size=inputs.w13.shape[2],
+        intermediate_size_per_partition=inputs.w2.shape[2], top_k=top_k, num_fused_shared_experts=0,
+        params_dtype=torch.bfloat16, activation="silu",
+        inplace=False,  # it would let go of x
+    )  # fmt: skip
+    run = runner.MoeRunner(backend, config).run
+    quantised = weights.DeepGemmMoeQuantInfo(
+        w13_weight=inputs.w13, w2_weight=inputs.w2, use_fp8=True, w13_scale=inputs.w13_scale,
+        w2_scale=inputs.w2_scale, block_shape=BLOCK,
+    )  # fmt: skip
+    chosen = routing.StandardTopKOutput(inputs.topk_weights, inputs.topk_ids, None)
+    given = dispatch.StandardDispatchOutput(inputs.x, None, chosen)
+    library = importlib.import_module("deep_gemm")
+
+    def call() -> torch.Tensor:
+        with _early_launches(library):
+            return run(given, quantised).hidden_states  # type: ignore[no-any-return]
+
+    return call
+
+
+def _compile_on_demand() -> None:
+    """The first process of a node compiles DeepGEMM's kernels for every number of rows, for minutes; be another."""
+    compiling = importlib.import_module(f"{SGLANG_DEEPGEMM}.compile_utils")
+    compiling.update_deep_gemm_config(1, types.SimpleNamespace(base_gpu_id=0, chunked_prefill_size=1))
+
+
+@contextmanager
+def _early_launches(library: Any) -> Iterator[None]:
+    """Programmatic dependent launch, which SGLang's servers switch on; it would stay on for the other providers."""
+    before = library.get_pdl()
+    library.set_pdl(True)
+    try:
+        yield
+    finally:
+        library.set_pdl(before)
 
 
 def vllm(inputs: MoeRivalInputs, deep_gemm: bool) -> Callable[[], torch.Tensor]:
