@@ -289,7 +289,7 @@ def up_boxes(key: Any, product: Any, index: Any) -> Any:
             runs = ((item, 0, units * halves) for item in range(program, items, PROGRAMS))
         corners = []
         for item, begin, end in runs:
-            tile, block = order.place(item, blocks, words)
+            tile, block = divmod(item, blocks) if product.pair else order.place(item, blocks, words)
             for unit in range(begin, end):
                 half, k = divmod(unit, units)
                 corners += [[order.unpack(words[tile])[0], block * wide + half * 8, 0, 0, 128 * (k * product.boxes + j)]
@@ -311,7 +311,7 @@ def down_boxes(key: Any, product: Any, index: Any) -> Any:
         run = range(program * items // PROGRAMS, (program + 1) * items // PROGRAMS)
         if product.shared_order or index["num_tiles"][1]:
             run = range(program, items, PROGRAMS)
-        places = [order.place(item, blocks, words) for item in run]
+        places = [divmod(item, blocks) if product.pair else order.place(item, blocks, words) for item in run]
         return [
             [order.unpack(words[tile])[0], block * columns, k * product.box]
             for tile, block in places for k in range(count)

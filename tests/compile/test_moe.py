@@ -11,7 +11,10 @@ from processes import SHARED_MEMORY, few_or_all, reports
 
 UP, DOWN = "_moe_gate_up_sm90_kernel", "_moe_down_sm90_kernel"
 # Bytes of spill stores and loads together that are allowed where it is not 0: measured, + 24.
-SPILLS = {"_moe_down_kernel": 40 + 24, "_moe_gate_up_kernel": 24, "_moe_tiny_down_kernel": 8 + 24}
+SPILLS = {
+    "_moe_down_kernel": 40 + 24, "_moe_gate_up_kernel": 24, "_moe_tiny_down_kernel": 8 + 24,
+    UP: 8 + 24,  # 0 but for one case with the newest Triton
+}  # fmt: skip
 ALL_PARTS = 336 + 24  # of the portable gate-up product with every part at once, 336 with the newest Triton
 PAIR_UP, PAIR_DOWN = "_moe_gate_up_pair_kernel", "_moe_down_pair_kernel"
 NEEDED = {

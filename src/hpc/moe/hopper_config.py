@@ -95,12 +95,22 @@ class UpConfig(KernelFacts):
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
 
     @property
+    def QUARTER_MMA(self):
+        """[64, 64] of one warpgroup, tokens first."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+
+    @property
+    def PARTS(self) -> int:
+        """Of the 256 weight rows of a pair's item, each with sums of its own: halves, or quarters."""
+        return 4 if self.FRESH == 64 else 2
+
+    @property
     def PAIR_OUT(self):
-        """[64, 64] with 16 columns of the activations, 16 bytes, in a thread; a warp keeps its tokens."""
-        columns = [[0, 1], [0, 2], [0, 4], [0, 8]]
-        return gl.DistributedLinearLayout(
-            [*columns, [8, 0]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 64]
-        )
+        """[64, 64 or 32] with 16 columns of the activations, 16 bytes, in a thread; a warp keeps its tokens."""
+        columns, rows, warps = [[0, 1], [0, 2], [0, 4], [0, 8]], [[1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+        if self.PARTS == 4:
+            return gl.DistributedLinearLayout(columns, [[0, 16], [8, 0], *rows], warps, [], [64, 32])
+        return gl.DistributedLinearLayout([*columns, [8, 0]], [[0, 16], [0, 32], *rows], warps, [], [64, 64])
 
     @property
     def OUT(self):

@@ -7,7 +7,8 @@ quarter of the tile's tokens, and a maximum over 128 activations stays within fo
     producer warps   as in `hopper` and `hopper_down`; the down product's starts on its weights before the gate-up
                      kernel has ended
     two warpgroups   64 tokens each, nothing shared but the stages: while one adds a fresh accumulator to its sums, the
-                     tensor core works for the other. 64 x 256 sums and 64 x 128 fresh are 192 registers a thread.
+                     tensor core works for the other. 64 x 256 sums and 64 x 128 fresh are 192 registers a thread,
+                     the fresh ones in one piece or in two that take turns.
                      The second one passes its stages on where a tile has 64 rows or fewer.
 
 256 weight rows share the token rows of a stage. What limits 128 x 128 tiles at FP8 is the way from the L2 to the SMs:
@@ -22,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from hpc.common.gluon import barrier, fence_async_shared, mbarrier, pdl_launch, pdl_wait, tma_load
 from hpc.moe.hopper_math import gated, inverse
-from hpc.moe.hopper_order import all_of
+from hpc.moe.hopper_order import in_list_order
 from hpc.moe.hopper_ring import advance, hand_over, hand_over_rest
 
 
@@ -40,7 +41,9 @@ def _up_producer(w_desc, x_ptr, xs_ptr, wbuf, xbuf, sbuf, full_bars, empty_bars,
     done = 0
     late = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        expert, block, start, rows = all_of(expert_ptr, start_ptr, rows_ptr, item, C)
+        expert, tile, block = in_list_order(expert_ptr, item, C)
+        start = gl.load(start_ptr + tile)
+        rows = gl.load(rows_ptr + tile)
         column = block * 16
         token = gl.load(pair_ptr + start + n, mask=n < rows, other=0) // top_k
         row_at = x_ptr + gl.expand_dims(token.to(gl.int64) * C.H, 1) + kk
@@ -98,12 +101,12 @@ def _up_scales(ws_ptr, column, kb, ws_cols, C: gl.constexpr):
 
 
 @gluon.jit
-def _up_sums(wtile, xtile, stile, full_bars, empty_bars, stage, phase, ws_ptr, column, ws_cols,
-             GROUP: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """(sums [64, 128] of either half of the columns, stage, phase) over all of H."""
+def _half_sums(wtile, xtile, stile, full_bars, empty_bars, stage, phase, ws_ptr, column, ws_cols,
+               GROUP: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """(sums [64, 128] of either half of the columns, stage, phase) over all of H, 128 columns in an accumulator.
+
+    A product of 256 cycles covers what the other warpgroup does meanwhile."""
     MMA: gl.constexpr = C.PAIR_MMA
-    SPANS: gl.constexpr = C.SPANS
-    WIDTH: gl.constexpr = 128 // C.SPANS
     is_up = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, MMA)), 0) // 8 % 2 == 1
     zero = gl.full([64, 128], 0.0, gl.float32, MMA)
     acc0 = zero
@@ -123,48 +126,129 @@ def _up_sums(wtile, xtile, stile, full_bars, empty_bars, stage, phase, ws_ptr, c
         x = xtile.index(stage * 2 + GROUP)
         if C.BLOCK:
             tokens = gl.expand_dims(stile.index(stage * 2 + GROUP).load(gl.SliceLayout(1, MMA)), 1)
-        for i in gl.static_range(2 * SPANS):
-            w = wtile.index(stage * 2 + i // SPANS)
-            if SPANS == 1:
-                d = sum_of(x, w, d)
-            else:
-                x_part = x.slice(i % SPANS * WIDTH, WIDTH, dim=1)
-                w_part = w.slice(i % SPANS * WIDTH, WIDTH, dim=1)
-                d = sum_of(x_part, w_part, d)
-            if i == 2 * SPANS - 1:
-                barrier()
-                mbarrier.arrive(empty_bars.index(stage), count=1)
-            scaled = d
-            if C.BLOCK:
-                scaled = d * (tokens * gl.where(is_up, up0 if i < SPANS else up1, gate))
-            if i < SPANS:
-                acc0 = added(acc0, scaled)
-            else:
-                acc1 = added(acc1, scaled)
+        d = sum_of(x, wtile.index(stage * 2), d)
+        scaled = d
+        if C.BLOCK:
+            scaled = d * (tokens * gl.where(is_up, up0, gate))
+        acc0 = added(acc0, scaled)
+        d = sum_of(x, wtile.index(stage * 2 + 1), d)
+        barrier()
+        mbarrier.arrive(empty_bars.index(stage), count=1)
+        scaled = d
+        if C.BLOCK:
+            scaled = d * (tokens * gl.where(is_up, up1, gate))
+            gate = next_gate
+            up0 = next_up0
+            up1 = next_up1
+        acc1 = added(acc1, scaled)
+        stage, phase = advance(stage, phase, C)
+    return (acc0, acc1), stage, phase
+
+
+@gluon.jit
+def _with(sums, I: gl.constexpr, value):
+    """The four sums with the I-th replaced."""
+    return (
+        value if I == 0 else sums[0], value if I == 1 else sums[1], value if I == 2 else sums[2],
+        value if I == 3 else sums[3],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _quarter_sums(wtile, xtile, stile, full_bars, empty_bars, stage, phase, ws_ptr, column, ws_cols,
+                  GROUP: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """(sums [64, 64] of each quarter of the columns, stage, phase) over all of H, 64 columns in an accumulator.
+
+    Products of 128 cycles would not cover what lies between them. So they are half as wide, and two accumulators take
+    turns: one is added up while the other's product runs. 793 us for 855 (gate-up, 32768 rows, I = 1536, E = 24).
+    """
+    MMA: gl.constexpr = C.QUARTER_MMA
+    LAST: gl.constexpr = 8  # products of a stage, two spans of H times four quarters
+    is_up = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, MMA)), 0) // 8 % 2 == 1
+    zero = gl.full([64, 64], 0.0, gl.float32, MMA)
+    sums = (zero, zero, zero, zero)
+    d = (zero, zero)
+    gate = 1.0
+    up0 = 1.0
+    up1 = 1.0
+    if C.BLOCK:
+        gate, up0, up1 = _up_scales(ws_ptr, column, 0, ws_cols, C)
+    for k in range(0, C.KB):
+        if C.BLOCK:
+            next_gate, next_up0, next_up1 = _up_scales(
+                ws_ptr, column, gl.minimum(k + 1, C.KB - 1), ws_cols, C
+            )
+        mbarrier.wait(full_bars.index(stage), phase)
+        x = xtile.index(stage * 2 + GROUP)
+        if C.BLOCK:
+            tokens = gl.expand_dims(stile.index(stage * 2 + GROUP).load(gl.SliceLayout(1, MMA)), 1)
+        for i in gl.static_range(LAST + 1):
+            begun = d[0]
+            if i < LAST:
+                w_part = wtile.index(stage * 4 + i % 4).slice(i // 4 * 64, 64, dim=1)
+                x_part = x.slice(i // 4 * 64, 64, dim=1)
+                begun = warpgroup_mma(x_part, w_part.permute([1, 0]), d[0], use_acc=False, is_async=True)
+            ended = d[1]
+            if i > 0:  # the product before; none is under way between stages, ptxas would serialize all
+                ended = warpgroup_mma_wait(1 if i < LAST else 0, deps=[d[1]])
+                if i == LAST:
+                    barrier()
+                    mbarrier.arrive(empty_bars.index(stage), count=1)
+                scaled = ended
+                if C.BLOCK:
+                    scaled = ended * (tokens * gl.where(is_up, up0 if (i - 1) % 4 < 2 else up1, gate))
+                total = warpgroup_mma_wait(
+                    1 if i < LAST else 0, deps=[sums[(i - 1) % 4] + scaled]
+                )  # as `added`
+                sums = _with(sums, (i - 1) % 4, total)
+            d = (ended, begun)
         if C.BLOCK:
             gate = next_gate
             up0 = next_up0
             up1 = next_up1
         stage, phase = advance(stage, phase, C)
-    return acc0, acc1, stage, phase
+    return sums, stage, phase
 
 
 @gluon.jit
 def _activations(acc, scale, C: gl.constexpr):
-    """fp32 [64, 64] from [64, 128] with gate and up alternating by eight columns."""
-    pairs = acc.reshape([64, 8, 2, 8]).permute([0, 1, 3, 2])
+    """fp32 [64, n / 2] from [64, n] with gate and up alternating by eight columns."""
+    COLUMNS: gl.constexpr = acc.shape[1]
+    pairs = acc.reshape([64, COLUMNS // 16, 2, 8]).permute([0, 1, 3, 2])
     gate, up = gl.split(pairs)
-    return gated(gate, up, scale, C).reshape([64, 64])
+    return gated(gate, up, scale, C).reshape([64, COLUMNS // 2])
 
 
 @gluon.jit
 def _store_act_rows(value, a_ptr, start, first, rows, column, stride_a, C: gl.constexpr):
-    """e4m3 values [64, 64] to a[start + first + n, column + i]."""
+    """e4m3 values [64, n] to a[start + first + i, column + j]."""
     OUT: gl.constexpr = C.PAIR_OUT
     q = gl.convert_layout(value.to(gl.float8e4nv), OUT)
     n = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OUT)), 1) + first
-    i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, OUT)), 0) + column
+    i = gl.expand_dims(gl.arange(0, value.shape[1], gl.SliceLayout(0, OUT)), 0) + column
     gl.store(a_ptr + (start + n).to(gl.int64) * stride_a + i, q, mask=(n < rows) & (i < C.I))
+
+
+@gluon.jit
+def _finish(sums, scale, act, a_ptr, as_ptr, start, first, rows, column, stride_a, num_rows, C: gl.constexpr):
+    """Activations of an item, quantised by the given factor or by the maximum of a row."""
+    PARTS: gl.constexpr = C.PARTS
+    values = ()
+    for i in gl.static_range(PARTS):
+        values = values + (_activations(sums[i], scale, C),)
+    if C.BLOCK:
+        top = gl.max(gl.abs(values[0]), 1)
+        for i in gl.static_range(1, PARTS):
+            top = gl.maximum(top, gl.max(gl.abs(values[i]), 1))
+        s = top / 448.0
+        factor = gl.expand_dims(inverse(s + 1e-8), 1)
+        n = gl.arange(0, 64, s.type.layout) + first
+        gl.store(as_ptr + column // 128 * num_rows + start + n, s, mask=n < rows)
+    else:
+        factor = act
+    for i in gl.static_range(PARTS):
+        at = column + i * (128 // PARTS)
+        _store_act_rows(values[i] * factor, a_ptr, start, first, rows, at, stride_a, C)
 
 
 @gluon.jit
@@ -182,7 +266,9 @@ def _up_consumer(GROUP: gl.constexpr, wtile, xtile, stile, full_bars, empty_bars
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        expert, block, start, rows = all_of(expert_ptr, start_ptr, rows_ptr, item, C)
+        expert, tile, block = in_list_order(expert_ptr, item, C)
+        start = gl.load(start_ptr + tile)
+        rows = gl.load(rows_ptr + tile)
         column = block * 128
         if rows > FIRST:
             scale = 1.0
@@ -191,24 +277,17 @@ def _up_consumer(GROUP: gl.constexpr, wtile, xtile, stile, full_bars, empty_bars
                 scales_at = ws_ptr + expert.to(gl.int64) * (ws_rows * ws_cols)
             else:
                 scale = gl.load(ws_ptr + expert)
-            acc0, acc1, stage, phase = _up_sums(
-                wtile, xtile, stile, full_bars, empty_bars, stage, phase, scales_at,
-                column, ws_cols, GROUP, C,
-            )  # fmt: skip
-            h0 = _activations(acc0, scale, C)
-            h1 = _activations(acc1, scale, C)
-            if C.BLOCK:
-                s = gl.maximum(gl.max(gl.abs(h0), 1), gl.max(gl.abs(h1), 1)) / 448.0
-                factor = gl.expand_dims(inverse(s + 1e-8), 1)
-                h0 = h0 * factor
-                h1 = h1 * factor
-                n = gl.arange(0, 64, s.type.layout) + FIRST
-                gl.store(as_ptr + column // 128 * num_rows + start + n, s, mask=n < rows)
+            if C.PARTS == 4:
+                sums, stage, phase = _quarter_sums(
+                    wtile, xtile, stile, full_bars, empty_bars, stage, phase, scales_at,
+                    column, ws_cols, GROUP, C,
+                )  # fmt: skip
             else:
-                h0 = h0 * act
-                h1 = h1 * act
-            _store_act_rows(h0, a_ptr, start, FIRST, rows, column, stride_a, C)
-            _store_act_rows(h1, a_ptr, start, FIRST, rows, column + 64, stride_a, C)
+                sums, stage, phase = _half_sums(
+                    wtile, xtile, stile, full_bars, empty_bars, stage, phase, scales_at,
+                    column, ws_cols, GROUP, C,
+                )  # fmt: skip
+            _finish(sums, scale, act, a_ptr, as_ptr, start, FIRST, rows, column, stride_a, num_rows, C)
         else:
             stage, phase = pass_on(full_bars, empty_bars, stage, phase, C)
 
@@ -224,7 +303,7 @@ def _moe_gate_up_pair_kernel(
     """`hopper._moe_gate_up_sm90_kernel` by items of 128 tokens and 128 columns; counter_ptr and part_ptr unused."""
     STAGES: gl.constexpr = C.STAGES
     wbuf = gl.allocate_shared_memory(gl.float8e4nv, [C.STAGES, 1, 16, 2, 8, 128], C.W_BOX)
-    wtile = wbuf._reinterpret(gl.float8e4nv, [C.STAGES * 2, 128, 128], C.TILE)
+    wtile = wbuf._reinterpret(gl.float8e4nv, [C.STAGES * C.PARTS, 256 // C.PARTS, 128], C.TILE)
     xbuf = gl.allocate_shared_memory(gl.float8e4nv, [C.STAGES, 128, 128], C.TILE)
     xtile = xbuf._reinterpret(gl.float8e4nv, [C.STAGES * 2, 64, 128], C.TILE)
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from hpc.common.gluon import barrier, fence_async_shared, mbarrier, pdl_launch, pdl_wait
 from hpc.moe.hopper_down import fetch_rows, fetch_weights
-from hpc.moe.hopper_order import all_of, first_row, operands_of, weights_of
+from hpc.moe.hopper_order import in_list_order
 from hpc.moe.hopper_pair import added, pass_on, sum_of
 from hpc.moe.hopper_ring import advance
 
@@ -25,17 +25,18 @@ def _producer(w_desc, a_desc, wbuf, abuf, full_bars, empty_bars, expert_ptr, sta
     step = gl.num_programs(0)
     units = gl.maximum(gl.load(num_tiles_ptr) * C.RT - first + step - 1, 0) // step * C.KB
     for i in range(0, gl.minimum(STAGES, units)):
-        expert, block = weights_of(expert_ptr, first + i // C.KB * step, C)
+        expert, _, block = in_list_order(expert_ptr, first + i // C.KB * step, C)
         mbarrier.expect(full_bars.index(i), BYTES)
         fetch_weights(w_desc, wbuf, full_bars.index(i), i, expert, block * 256, i % C.KB * C.BK, C)
     pdl_wait(C.PDL)
     for i in range(0, gl.minimum(STAGES, units)):
-        start = first_row(expert_ptr, start_ptr, first + i // C.KB * step, C)
+        start = gl.load(start_ptr + (first + i // C.KB * step) // C.RT)
         fetch_rows(a_desc, abuf, full_bars.index(i), i, start, i % C.KB * C.BK, C)
     stage = 0
     phase = 0
     for unit in range(STAGES, units):
-        expert, block, start = operands_of(expert_ptr, start_ptr, first + unit // C.KB * step, C)
+        expert, tile, block = in_list_order(expert_ptr, first + unit // C.KB * step, C)
+        start = gl.load(start_ptr + tile)
         k0 = unit % C.KB * C.BK
         mbarrier.wait(empty_bars.index(stage), phase)
         full = full_bars.index(stage)
@@ -123,7 +124,9 @@ def _consumer(GROUP: gl.constexpr, wtile, atile, full_bars, empty_bars, ws_ptr, 
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        expert, block, start, rows = all_of(expert_ptr, start_ptr, rows_ptr, item, C)
+        expert, tile, block = in_list_order(expert_ptr, item, C)
+        start = gl.load(start_ptr + tile)
+        rows = gl.load(rows_ptr + tile)
         column = block * 256
         if rows > FIRST:
             pair = gl.load(pair_ptr + start + on, mask=on < rows, other=0)
