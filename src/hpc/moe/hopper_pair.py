@@ -230,12 +230,19 @@ def _store_act_rows(value, a_ptr, start, first, rows, column, stride_a, C: gl.co
 
 
 @gluon.jit
-def _finish(sums, scale, act, a_ptr, as_ptr, start, first, rows, column, stride_a, num_rows, C: gl.constexpr):
-    """Activations of an item, quantised by the given factor or by the maximum of a row."""
+def _all_activations(sums, scale, C: gl.constexpr):
+    """Those of every part of an item's columns."""
+    first, second = _activations(sums[0], scale, C), _activations(sums[1], scale, C)
+    if C.PARTS == 2:
+        return first, second
+    else:
+        return first, second, _activations(sums[2], scale, C), _activations(sums[3], scale, C)
+
+
+@gluon.jit
+def _finish(values, act, a_ptr, as_ptr, start, first, rows, column, stride_a, num_rows, C: gl.constexpr):
+    """Quantise an item's activations by the given factor or by the maximum of a row."""
     PARTS: gl.constexpr = C.PARTS
-    values = ()
-    for i in gl.static_range(PARTS):
-        values = values + (_activations(sums[i], scale, C),)
     if C.BLOCK:
         top = gl.max(gl.abs(values[0]), 1)
         for i in gl.static_range(1, PARTS):
@@ -287,7 +294,8 @@ def _up_consumer(GROUP: gl.constexpr, wtile, xtile, stile, full_bars, empty_bars
                     wtile, xtile, stile, full_bars, empty_bars, stage, phase, scales_at,
                     column, ws_cols, GROUP, C,
                 )  # fmt: skip
-            _finish(sums, scale, act, a_ptr, as_ptr, start, FIRST, rows, column, stride_a, num_rows, C)
+            _finish(_all_activations(sums, scale, C), act, a_ptr, as_ptr, start, FIRST, rows, column, stride_a,
+                    num_rows, C)  # fmt: skip
         else:
             stage, phase = pass_on(full_bars, empty_bars, stage, phase, C)
 
