@@ -7,6 +7,7 @@ generated from `benchmarks/serving/results/*.jsonl`:
     serving:stages    GPU time of a decode step by stage
     serving:check     agreement of the sets
     serving:load      servers under HTTP requests
+    serving:drafts    servers with and without speculative decoding, judged by one without
 
     python tools/serving_tables.py            write
     python tools/serving_tables.py --check    exit with 1 if a page differs from what would be written
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "serving" / "results"
 PAGES = ("README.md", "docs", "benchmarks")
 MARKED = re.compile(r"(<!-- serving:(?P<name>\w+) -->\n).*?(<!-- /serving -->)", re.DOTALL)
-KEYS = ("kind", "model", "layers", "kv", "case", "mode", "set", "reference")
+KEYS = ("kind", "model", "layers", "kv", "case", "mode", "set", "reference", "drafts", "round")
 
 Line = dict[str, Any]
 
@@ -40,8 +41,10 @@ def read(folder: Path) -> tuple[dict[str, Line], list[Line]]:
             line = json.loads(text)
             if "env" in line:
                 environments[line["env"]["run_id"]] = line["env"]
-            else:
-                latest[tuple(line.get(key) for key in KEYS)] = line
+                continue
+            if line["kind"] == "engine":
+                environments[line["run_id"]]["sglang"] = line["sglang"]
+            latest[tuple(line.get(key) for key in KEYS)] = line
     return environments, list(latest.values())
 
 
@@ -149,15 +152,32 @@ def load(lines: list[Line]) -> str:
     return table(heads, rows)
 
 
+def drafts(lines: list[Line]) -> str:
+    rows = [
+        [
+            title(line["model"], line["layers"], line["kv"]), drafted(line), str(line["round"] + 1),
+            f"{line['errors']} of {line['requests']}", f"{line['tokens']} of {line['tokens_wanted']}",
+            f"{line['accepted']:.2f}" if "accepted" in line else "-", f"{100 * line['chosen']:.1f} %",
+            f"{line['flipped_margin']:.2f} of {line['median_margin']:.2f}",
+        ]
+        for line in lines
+    ]  # fmt: skip
+    heads = ["model", "set", "round", "errors", "tokens", "tokens a verification", "the judge's choice",
+             "margin of a flip"]  # fmt: skip
+    return table(heads, rows)
+
+
 PARTS: dict[str, tuple[str, Callable[[list[Line]], str]]] = {
     "bench": ("bench", bench), "stages": ("profile", stages), "check": ("check", check), "load": ("load", load),
+    "drafts": ("drafts", drafts),
 }  # fmt: skip
 
 
-def origin(environment: Line, versions: str) -> str:
+def origin(environment: Line) -> str:
     commit = environment["commit"][:10] or "unknown commit"
     changed = ", changed" if environment["dirty"] else ""
-    found = f"torch {environment['torch']}, triton {environment['triton']}{versions}"
+    sglang = f", SGLang {environment['sglang']}" if "sglang" in environment else ""
+    found = f"torch {environment['torch']}, triton {environment['triton']}{sglang}"
     return f"{environment['gpu']}, {found}, hpc {commit}{changed}"
 
 
@@ -168,11 +188,7 @@ def render(name: str, folder: Path) -> str:
     chosen = [line for line in lines if line["kind"] == kind]
     if not chosen:
         return "Nothing has been recorded yet.\n"
-    engines = {line["run_id"]: line["sglang"] for line in lines if line["kind"] == "engine"}
-    runs = dict.fromkeys(line["run_id"] for line in chosen)
-    from_ = dict.fromkeys(
-        origin(environments[run], f", SGLang {engines[run]}" if run in engines else "") for run in runs
-    )
+    from_ = dict.fromkeys(origin(environments[line["run_id"]]) for line in chosen)
     return f"{make(chosen)}\n{'; '.join(from_)}.\n"
 
 
