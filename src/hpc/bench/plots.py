@@ -147,6 +147,7 @@ def _roofline(section: Section) -> Any:
     _roofs(axes, rates, kinds, min(spans) / 2.5, max(max(spans) * 2.5, rates.fp8 / rates.read * 6.0))
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.set_ylim(top=1.3 * axes.get_ylim()[1])  # room for what is written above the roofs
     axes.set_xlabel("operations a byte that must be read")
     axes.set_ylabel("TFLOP/s")
     axes.set_title(f"{section.op} on {section.gpu}", fontsize=12, fontweight="bold")
@@ -180,8 +181,10 @@ def _points(axes: Any, section: Section, kind: str, marker: str) -> list[float]:
     axes.scatter(
         [x for x, _, _ in spots], [own for _, own, _ in spots], s=24, marker=marker, zorder=4, edgecolor="white",
         linewidth=0.4, color=[LOST if best is not None and best > own else OWN for _, own, best in spots],
-        label=(f"hpc, {kind}" + (" (red: the rival is faster)" if beaten else "")) if spots else None,
     )  # fmt: skip
+    if spots:  # an empty one for the legend, which would take the first point's colour
+        label = f"hpc, {kind}" + (" (red: the rival is faster)" if beaten else "")
+        axes.scatter([], [], s=24, marker=marker, color=OWN, edgecolor="white", linewidth=0.4, label=label)
     return [x for x, _, _ in spots]
 
 
@@ -201,7 +204,7 @@ def _roofs(axes: Any, rates: Rates, kinds: Sequence[str], low: float, high: floa
     for kind, top in tops.items():
         axes.plot([top / slope, high], [top, top], color="#222222", linewidth=1.3)
         axes.annotate(
-            f"{kind} product {top:.0f} TFLOP/s", (high, top), xytext=(-2, -11), textcoords="offset points", ha="right",
+            f"{kind} product {top:.0f} TFLOP/s", (high, top), xytext=(-2, 3), textcoords="offset points", ha="right",
             fontsize=8,
         )  # fmt: skip
     axes.set_xlim(low, high)
