@@ -60,5 +60,36 @@ def test_tables_from_a_result_file(tables: Any, results: Path) -> None:
     assert page == "a\n<!-- serving:load -->\nNothing has been recorded yet.\n<!-- /serving -->\nb\n"
 
 
+def test_each_kind_of_drafts_and_each_round_has_a_row(tables: Any, results: Path) -> None:
+    counts = {"requests": 64, "errors": 0, "tokens": 9, "tokens_wanted": 9}
+    judged = {"chosen": 0.998, "flipped_margin": 0.06, "median_margin": 1.44, **counts}
+    load = {"clients": 64, "cached_tokens": 0, "tokens_per_s": 5.0, "ttft_ms": 1.0, "ttft_p90_ms": 2.0,
+            "tpot_ms": 3.0, "tpot_p90_ms": 4.0, **counts}  # fmt: skip
+    new = {**SHARED, "run_id": "s", "set": "hpc-plugin"}
+    lines: list[dict[str, Any]] = [
+        {"env": {**ENV, "run_id": "s", "commit": "fedcba9876543"}},
+        {
+            "kind": "engine",
+            "sglang": "0.5.17",
+            **new,
+            "set": "hpc",
+        },  # the latest of its kind: the older run keeps its own
+        {"kind": "drafts", "drafts": None, "round": 0, **judged, **new},
+        *(
+            {"kind": "drafts", "drafts": "ngram", "round": n, "accepted": 1.0 + n, **judged, **new}
+            for n in (0, 1)
+        ),
+        *({"kind": "load", "drafts": kind, **load, **new} for kind in ("standalone", "ngram")),
+    ]
+    with (results / "H200.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    drafts = tables.render("drafts", results)
+    assert "| hpc-plugin | 1 | 0 of 64 | 9 of 9 | - | 99.8 % | 0.06 of 1.44 |" in drafts
+    assert "| hpc-plugin, ngram drafts | 2 | 0 of 64 | 9 of 9 | 2.00 |" in drafts
+    served = tables.render("load", results)
+    assert "hpc-plugin, standalone drafts" in served and "hpc-plugin, ngram drafts" in served
+    assert "SGLang 0.5.17, hpc 0123456789." in tables.render("bench", results)
+
+
 def test_pages_are_up_to_date(tables: Any) -> None:
     assert tables.main(["--check"]) == 0
