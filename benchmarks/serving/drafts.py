@@ -11,7 +11,7 @@ from typing import Any
 
 from serving import load
 from serving.records import Records
-from serving.run import Serving, _compile_beside, _running
+from serving.run import Serving, compile_beside, running
 
 ROUNDS = 2  # in the second one n-grams know the answers of the first
 
@@ -19,7 +19,7 @@ ROUNDS = 2  # in the second one n-grams know the answers of the first
 def drafts(options: argparse.Namespace) -> int:
     """The first set without drafts judges the others, which run without and with each kind; then all are loaded."""
     records = Records(options.output)
-    compiling = _compile_beside(options, options.sets, _running(options))
+    compiling = compile_beside(options, options.sets, running(options))
     first, others = options.sets[0], options.sets[1:]
     todo: list[tuple[str, str | None]] = [(first, None)]
     todo += [(name, kind) for name in others or [first] for kind in (None, *options.drafts)]
@@ -34,9 +34,8 @@ def drafts(options: argparse.Namespace) -> int:
             bad += compare(options, records, ready)
         for server in ready:
             if server.drafts:
-                server.prompts = load.draw(
-                    *_asked(options), seed=2
-                )  # not in its prefix cache, unlike those above
+                # not in its prefix cache, unlike those above
+                server.prompts = load.draw(*_asked(options), seed=2)
                 bad += not server.measure()
     finally:
         together([threading.Thread(target=server.stop) for server in servers])

@@ -33,8 +33,8 @@ class Session:
         self.deadline = time.monotonic() + options.load_limit
         self.workers: dict[str, Worker] = {}
         served = [options.server] if options.server else []
-        batches = [*options.batch, len(check.LENS), *(_running(options) if served else [])]
-        _compile_beside(options, [*names, *served], batches)
+        batches = [*options.batch, len(check.LENS), *(running(options) if served else [])]
+        compile_beside(options, [*names, *served], batches)
         model = sets.model_folder(options.model, options.layers)
         longest = max(options.input_len, options.long, max(check.LENS) if "check" in options.what else 0)
         batch = max(options.batch) if {"bench", "profile"} & set(options.what) else len(check.LENS)
@@ -77,9 +77,7 @@ class Session:
             worker.stop()
 
 
-def _compile_beside(
-    options: argparse.Namespace, names: list[str], batches: Sequence[int]
-) -> threading.Thread:
+def compile_beside(options: argparse.Namespace, names: list[str], batches: Sequence[int]) -> threading.Thread:
     """Compile what sets `names` need while models load: then the cache has the kernels when they are first called."""
 
     def act() -> None:
@@ -93,7 +91,7 @@ def _compile_beside(
     return thread
 
 
-def _running(options: argparse.Namespace) -> Sequence[int]:
+def running(options: argparse.Namespace) -> Sequence[int]:
     """Some of the batches that a server has under its clients."""
     return range(1, options.clients + 1, 7)
 
@@ -290,7 +288,7 @@ def server(options: argparse.Namespace) -> int:
     """A server for each set in turn, and with each kind of drafts that is asked for instead."""
     records = Records(options.output)
     failed = 0
-    compiling = _compile_beside(options, options.sets, _running(options))
+    compiling = compile_beside(options, options.sets, running(options))
     for name, drafts in itertools.product(options.sets, options.drafts or [None]):
         serving = Serving(options, records, name, drafts)
         try:

@@ -11,10 +11,8 @@ from processes import SHARED_MEMORY, few_or_all, reports
 
 UP, DOWN = "_moe_gate_up_sm90_kernel", "_moe_down_sm90_kernel"
 # Bytes of spill stores and loads together that are allowed where it is not 0: measured, + 24.
-SPILLS = {
-    "_moe_down_kernel": 40 + 24, "_moe_gate_up_kernel": 24, "_moe_tiny_down_kernel": 8 + 24,
-    UP: 8 + 24,  # 0 but for one case with the newest Triton
-}  # fmt: skip
+SPILLS = {"_moe_down_kernel": 40 + 24, "_moe_gate_up_kernel": 24, "_moe_tiny_down_kernel": 8 + 24}
+NO_COMBINE = 8 + 24  # of the SM90 gate-up product there with the newest Triton
 ALL_PARTS = 336 + 24  # of the portable gate-up product with every part at once, 336 with the newest Triton
 PAIR_UP, PAIR_DOWN = "_moe_gate_up_pair_kernel", "_moe_down_pair_kernel"
 NEEDED = {
@@ -36,6 +34,8 @@ def complaints(report: dict[str, Any]) -> list[str]:
     allowed = SPILLS.get(kernel, 0)
     if report["name"] == "tensor portable, all parts" and kernel == "_moe_gate_up_kernel":
         allowed = ALL_PARTS
+    if report["name"] == "tensor no combine" and kernel == UP:
+        allowed = NO_COMBINE
     if report["spill"] > allowed:
         found.append(f"{report['spill']} bytes of spills, {allowed} allowed")
     if report["shared"] > SHARED_MEMORY:

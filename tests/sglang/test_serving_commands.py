@@ -128,7 +128,7 @@ def test_engine_with_a_server_of_the_plugin(
     check_plugin(command, env, "hpc-plugins")
     arguments = json.loads(worker[-1])
     assert "--attention-backend" not in arguments and str(ROOT / "src") not in own["PYTHONPATH"].split(":")
-    run._compile_beside(options, ["default"], [1]).join()  # nothing of this package
+    run.compile_beside(options, ["default"], [1]).join()  # nothing of this package
     assert len(compiled) == 1 and {1, 8, 15} <= set(compiled[0][2])
 
 

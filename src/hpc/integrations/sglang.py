@@ -22,8 +22,8 @@ The experts are another plugin, `hpc.integrations.sglang_moe`; `--moe-runner-bac
 What has run, on a CPU, where operators compute their reference: every mode of `forward` and the bookkeeping around CUDA
 graphs behind stand-ins; and with the installed SGLang 0.5.17 and 0.5.23 its plugin loader and argument parser, and
 several steps of two requests with its base class, layers, KV pools and request table (tests/sglang). On an H200 with
-SGLang 0.5.17: these tests, and its model runner with an FP8 cache, eager and in decode graphs (`hy3_tp8` of
-benchmarks/serving). What has not run: this backend in an SGLang server, and speculative decoding there.
+SGLang 0.5.17: these tests, its model runner, eager and in decode graphs, and servers with and without speculative
+decoding; docs/sglang.md lists the models. What has not run: trained weights.
 """
 
 from __future__ import annotations

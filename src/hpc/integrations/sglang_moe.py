@@ -10,7 +10,7 @@ What SGLang's runner refuses is refused here in the same words. The hook is one 
 SGLang is changed.
 
 What has run: the function with the payloads of SGLang 0.5.17 and 0.5.23, through their hook registry and runner pool
-(tests/sglang); on an H200 in SGLang 0.5.17's model runner with decode graphs. What has not: whether it is faster there.
+(tests/sglang); on an H200 in SGLang 0.5.17's model runner and a server. Its times: `hpc-fused` in docs/sglang.md.
 """
 
 from __future__ import annotations
